@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from trimtab.engine.formats.packed import CodeTables, Packed
 from trimtab.engine.formats.weights import dequantize, exact_rows
 from trimtab.engine.kernels import autotune
 from trimtab.engine.kernels import experts as ours
-from trimtab.engine.kernels.experts import Change, Mixture
+from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.selfcheck import relative_error
 from trimtab.engine.lora import experts as host
+from trimtab.engine.lora.layers import ExpertsAdapter, Holders, StackChange
+from trimtab.engine.lora.store import AdapterStore
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -43,7 +46,8 @@ def changes_of(count, width, inner, dtype=FLOAT):
 
     def change(rank, width, high, first, pairs):
         A, B = torch.randn(len(pairs), rank, width) / width**0.5, torch.randn(len(pairs), high, rank) / rank**0.5
-        return Change(A.to(dtype), B.to(dtype), 0.7, first, {expert: place for place, expert in enumerate(pairs)})
+        places = {expert: place for place, expert in enumerate(pairs)}
+        return StackChange("", A.to(dtype), B.to(dtype), 0.7, slice(first, first + high), places)
 
     whole, some = list(range(count)), list(range(count))[::-2]
     return [
@@ -95,8 +99,7 @@ def exact(x, index, weights, mixture, tables, *, is_rounded=False):
         for member in range(3 if slot >= 0 else 0):
             change = tables.changes[member][slot]
             for expert, place in {} if change is None else change.pairs.items():
-                outputs = slice(change.first, change.first + change.B.shape[1])
-                stacks[member // 2][expert, outputs] += change.scale * change.B[place].double() @ change.A[place].double()
+                stacks[member // 2][expert, change.outputs] += change.scale * change.B[place].double() @ change.A[place].double()
         module.gate_up_proj.copy_(stacks[0]), module.down_proj.copy_(stacks[1])
         own = slots == slot
         out[own] = module(x[own].double(), index[own], weights[own].double())
@@ -130,13 +133,22 @@ def test_torch_has_the_bits_of_the_forward_that_the_host_drives(dtype, weights, 
     module.gate_up_proj.copy_(mixture.gate_up), module.down_proj.copy_(mixture.down)
     x, index, given, tables = case(mixture, 1, 5, dtype, slots=(slot,), weights=weights)
     changes = [
-        host.StackChange(
-            "down_proj" if member == 2 else "gate_up_proj", one.A, one.B, one.scale, slice(one.first, one.first + one.B.shape[1]),
-            one.pairs,
-        )
+        replace(one, parameter="down_proj" if member == 2 else "gate_up_proj")
         for member, of_slots in enumerate(tables.changes) for one in of_slots[slot : slot + 1] if slot >= 0 and one is not None
     ]  # fmt: skip
-    wanted = host._Forward(module, None, None)._run(x, index, given, [host.ExpertsAdapter("", changes)], None)
+    store = AdapterStore()
+    store.attached("a", Holders(None, []))
+    store.set("a")
+    host.cover(module, store, "", "")
+    module.adapters["a"] = ExpertsAdapter("", changes)
+    wanted = module(x, index, given)
+    asked = []
+    recording = SimpleNamespace(
+        table=None, apply=lambda product, x, y, groups: asked.append((product.expert, product.parameter)) or y
+    )
+    with store.applying(recording):  # as a linear layer, each product asks who adds adapters
+        module(x, index, given)
+    assert sorted(asked) == [(expert, name) for expert in sorted(index[0].tolist()) for name in ("down_proj", "gate_up_proj")]
     assert torch.equal(ours.experts(x, index, given, mixture, torch.empty_like(x), lora=tables), wanted)
 
 

@@ -1,6 +1,7 @@
 """A picture that was seen is not seen again: every family's towers, one by one and several in a pass, known by content, adapter
 and client."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from tests.long_runs import crossed
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.kv.prefix_store import Mark, scope_of
 from trimtab.engine.kv.sequence import Inputs
+from trimtab.engine.lora.store import covered
 from trimtab.engine.prefill import encoder_cache
 from trimtab.engine.prefill.encoder_cache import encoders
 from trimtab.engine.towers.pieces import NotKeptError, PausedError, TowersDoneError
@@ -58,7 +60,8 @@ def test_pictures_that_are_missing_go_through_in_one_pass(family):
         compute = model.hf_model.model.get_image_features
 
         def features(pictures, scope=b"a"):
-            with torch.no_grad(), encoders(model.hf_model, cache, scope, inputs_of(pictures)):
+            counts = Counter()
+            with torch.no_grad(), covered(encoders(model.hf_model, cache, scope, inputs_of(pictures), counts)):
                 found = model.hf_model.model.get_image_features(**asked(model, family, pictures))
             with torch.no_grad():
                 expected = compute(**asked(model, family, pictures))
@@ -68,10 +71,7 @@ def test_pictures_that_are_missing_go_through_in_one_pass(family):
             assert len(mine) == len(theirs) >= 1
             for one, other in zip(mine, theirs, strict=True):
                 assert one.shape == other.shape and (one - other).abs().max() < 1e-5 * (1 + other.abs().max())
-            counts = cache.encoder_counts
-            found = (counts["lookups"], counts["hits"], counts["passes"])
-            counts.clear()
-            return found
+            return counts["lookups"], counts["hits"], counts["passes"]
 
         if not tells_images_apart(model, family):
             assert [features(one) for one in ([1], [1], [1, 2], [1, 2], [1])] == [
@@ -165,10 +165,16 @@ def test_what_runs_again_is_counted_once():
         counts = cache.encoder_counts
 
         def look_up(error=None, **options):
-            with torch.no_grad(), encoders(model.hf_model, cache, scope_of("a"), inputs_of([1]), **options):
+            batch = eager(model)
+            prompt = batch.begin(seen(model, "gemma3", 9), trimtab.GenerateRequest(max_new_tokens=1))
+
+            def compute():
                 model.hf_model.model.get_image_features(**asked(model, "gemma3", [1]))
                 if error is not None:
                     raise error
+
+            with torch.no_grad():
+                batch.prompts.tower_passes.with_towers(prompt, compute, **options)
 
         for error in (PausedError(), NotKeptError(), KeyboardInterrupt()):
             with pytest.raises(type(error)):
@@ -193,9 +199,10 @@ def test_an_output_of_another_form_is_not_kept():
         owner = model.hf_model.model
         vars(owner)["get_image_features"] = lambda *args, **kwargs: (torch.ones(1),)
         try:
-            with encoders(model.hf_model, cache, scope_of("a"), inputs_of([1])):
+            counts = Counter()
+            with covered(encoders(model.hf_model, cache, scope_of("a"), inputs_of([1]), counts)):
                 assert owner.get_image_features(torch.ones(1, 2), return_dict=True) == (torch.ones(1),)
                 assert owner.get_image_features(torch.ones(2, 2), return_dict=True) == (torch.ones(1),)
         finally:
             vars(owner).pop("get_image_features", None)
-        assert cache.encoder_counts.get("hits") == 0
+        assert counts.get("hits") == 0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.kernels.experts import MEMBERS, Change, ExpertLora, lora_tables
-from trimtab.engine.lora.experts import DOWN, ExpertsAdapter, StackChange
-from trimtab.engine.lora.layers import Holders
+from trimtab.engine.kernels.experts import MEMBERS, ExpertLora, lora_tables
+from trimtab.engine.lora.experts import DOWN, ExpertProduct
+from trimtab.engine.lora.layers import ExpertsAdapter, StackChange
 
 
 def why_not(adapter: ExpertsAdapter) -> str | None:
@@ -33,49 +33,33 @@ def _members(changes: Sequence[StackChange]) -> dict[int, StackChange]:
     return found
 
 
-def tables_of(adapter: ExpertsAdapter, count: int) -> ExpertLora:
-    """Return the tables of an adapter for a pass whose tokens all have it. count: of experts. Errors: ask `why_not` first."""
-    found = {member: _change(one) for member, one in _members(adapter.changes).items()}
-    first = torch.zeros(1, dtype=torch.int32, device=adapter.changes[0].A.device)
-    return lora_tables([[found.get(member)] for member in range(MEMBERS)], first, count)
-
-
-def _change(one: StackChange) -> Change:
-    return Change(one.A, one.B, one.scale, one.outputs.start, one.pairs)
-
-
 class StandIn:
-    """Stands in a module for the adapter whose changes a table has now, so that the module's own way computes the same."""
+    """Stands in a module for the adapter whose changes `tables` have now, so that the module's own way computes the same."""
 
     weight = None
 
-    def __init__(self, adapter: ExpertsAdapter) -> None:
-        self.part, self.of = adapter.part, weakref.ref(adapter)
+    def __init__(self, adapter: ExpertsAdapter, tables: ExpertLora | None) -> None:
+        self.part, self.of, self.tables = adapter.part, weakref.ref(adapter), tables
 
-    @property
-    def changes(self) -> tuple[StackChange, ...]:
-        """See `ExpertsAdapter`. Empty once the adapter is gone, whose name is then not selected."""
+    def apply(self, product: ExpertProduct, x: Tensor, y: Tensor) -> Tensor:
+        """See `ExpertsAdapter`. The base's once the adapter is gone, whose name is then not selected."""
         adapter = self.of()
-        return () if adapter is None else adapter.changes
+        return y if adapter is None else adapter.apply(product, x, y)
 
 
 class ExpertSlots:
     """The tables of a model's modules of experts, all with as many experts. slots: how many adapters they hold at once."""
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device, slots: int) -> None:
-        self._place = {module: number for number, module in enumerate(modules)}
+        self.place = {module: number for number, module in enumerate(modules)}
         self.device, self.largest_rank = device, 0
         self._covered: set[nn.Module] = set()
-        count = max((int(vars(module)["num_experts"]) for module in self._place), default=0)
-        shape = (len(self._place), MEMBERS, slots)
-        self._A, self._B = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in "AB")
-        self._rank = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._scale = torch.zeros(shape, device=device)
-        self._outputs = torch.zeros(*shape, 2, dtype=torch.int32, device=device)
-        self._pairs = torch.full((*shape, count), -1, dtype=torch.int32, device=device)
+        self._count = max((int(vars(module)["num_experts"]) for module in self.place), default=0)
+        none = lora_tables([[None] * slots] * MEMBERS, torch.zeros(1, dtype=torch.int32), self._count)
+        self._tables = [one.expand(len(self.place), *one.shape).contiguous().to(device) for one in none.numbers()]
         # For the torch path, which reads no address.
-        self._changes: dict[nn.Module, list[list[Change | None]]] = {
-            module: [[None] * slots for _ in range(MEMBERS)] for module in self._place
+        self._changes: dict[nn.Module, list[list[StackChange | None]]] = {
+            module: [[None] * slots for _ in range(MEMBERS)] for module in self.place
         }
 
     @property
@@ -83,42 +67,25 @@ class ExpertSlots:
         """As `AdapterSlots.shape_key`."""
         return self.largest_rank, len(self._covered)
 
-    def cover(self, holders: Holders, name: str) -> None:
-        """Look the modules up that this adapter changes."""
-        for module, adapter in self._adapters(holders, name):
-            self._covered.add(module)
-            self.largest_rank = max(self.largest_rank, *(one.A.shape[1] for one in adapter.changes))
+    def cover(self, adapters: Mapping[nn.Module, ExpertsAdapter]) -> None:
+        """Look the modules up that these adapters change."""
+        self._covered.update(adapters)
+        self.largest_rank = max([self.largest_rank, *(one.A.shape[1] for own in adapters.values() for one in own.changes)])
 
-    def _adapters(self, holders: Holders, name: str) -> Iterable[tuple[nn.Module, ExpertsAdapter]]:
-        for _, module in holders.rest:
-            adapter = vars(module)["adapters"][name]
-            if isinstance(adapter, ExpertsAdapter) and module in self._place:
-                yield module, adapter
-
-    def put(self, slot: int, holders: Holders, name: str) -> None:
-        """Let a slot have this adapter; enqueued on the current stream."""
+    def put(self, slot: int, adapters: Mapping[nn.Module, ExpertsAdapter]) -> None:
+        """Let a slot have these adapters; enqueued on the current stream."""
         if not self._covered:
             return
-        shape = self._rank.shape[:2]
-        A, B = (torch.zeros(shape, dtype=torch.int64) for _ in "AB")
-        rank, scale = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape)
-        outputs = torch.zeros(*shape, 2, dtype=torch.int32)
-        pairs = torch.full((*shape, self._pairs.shape[-1]), -1, dtype=torch.int32)
-        for lines in self._changes.values():
-            for line in lines:
-                line[slot] = None
-        for module, adapter in self._adapters(holders, name):
-            for member, one in _members(adapter.changes).items():
-                at = self._place[module], member
-                A[at], B[at] = one.A.data_ptr(), one.B.data_ptr()
-                rank[at], scale[at] = one.A.shape[1], one.scale
-                outputs[at] = torch.tensor([one.outputs.start, one.outputs.stop], dtype=torch.int32)
-                pairs[at][torch.tensor(list(one.pairs))] = torch.tensor(list(one.pairs.values()), dtype=torch.int32)
-                if self.device.type == "cpu":  # elsewhere the table has addresses alone
-                    self._changes[module][member][slot] = _change(one)
-        tables = (self._A, self._B, self._rank, self._scale, self._outputs, self._pairs)
-        for table, made in zip(tables, (A, B, rank, scale, outputs, pairs), strict=True):
-            table[:, :, slot].copy_(self._pinned(made), non_blocking=True)
+        made, first = [], torch.zeros(1, dtype=torch.int32)
+        for module, lines in self._changes.items():
+            adapter = adapters.get(module)
+            members = {} if adapter is None else _members(adapter.changes)
+            own = lora_tables([[members.get(member)] for member in range(MEMBERS)], first, self._count)
+            made.append(own.numbers())
+            for member, line in enumerate(lines if self.device.type == "cpu" else ()):  # elsewhere the table has addresses alone
+                line[slot] = members.get(member)
+        for table, values in zip(self._tables, zip(*made, strict=True), strict=True):
+            table[:, :, slot].copy_(self._pinned(torch.stack(values)[:, :, 0]), non_blocking=True)
 
     def _pinned(self, values: Tensor) -> Tensor:
         return values.pin_memory() if self.device.type == "cuda" else values
@@ -127,8 +94,6 @@ class ExpertSlots:
         """Return the adapters of rows on a module, None if no adapter touches it."""
         if module not in self._covered:
             return None
-        at = self._place[module]
-        return ExpertLora(
-            self._A[at], self._B[at], self._rank[at], self._scale[at], self._outputs[at], self._pairs[at], row_slots,
-            self.largest_rank, changes=self._changes[module] if self.device.type == "cpu" else None,
-        )  # fmt: skip
+        changes = self._changes[module] if self.device.type == "cpu" else None
+        A, B, rank, scale, outputs, pairs = (table[self.place[module]] for table in self._tables)
+        return ExpertLora(A, B, rank, scale, outputs, pairs, row_slots, self.largest_rank, changes=changes)

@@ -19,8 +19,8 @@ from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.lora.experts import ExpertsAdapter
-from trimtab.engine.lora.store import EAGER, TOWERS, AdapterStore, AdapterTable
+from trimtab.engine.lora.layers import ExpertsAdapter
+from trimtab.engine.lora.store import EAGER, TOWERS, AdapterStore, AdapterTable, Groups
 from trimtab.errors import RequestError
 from trimtab.formats.record import rounds_change
 from trimtab.planning.values.execution import ADAPTER_SLOTS
@@ -87,7 +87,7 @@ class AdapterSlots:
             raise RequestError("each row may need a separate slot", field="slots", value=slots, hint=f"At least {rows}")
         self.adapter_store, self.device, self.slots, self.is_fixed = store, device, slots, is_fixed
         self.module, self.many, self.prompt = module, many, prompt
-        self.experts, self._has_experts = expert_table.ExpertSlots(experts, device, slots), set(experts)
+        self.experts = expert_table.ExpertSlots(experts, device, slots)
         leaves = [one for one in modules if isinstance(one, Leaf)]
         self._place = {leaf: number for number, leaf in enumerate(leaves)}
         self._of_kind: dict[str, list[Leaf]] = {}
@@ -134,7 +134,7 @@ class AdapterSlots:
             part = getattr(adapter, "part", None) or module.__dict__.get("part")
             if part in TOWERS:
                 continue
-            if isinstance(adapter, ExpertsAdapter) and module in self._has_experts:
+            if isinstance(adapter, ExpertsAdapter) and module in self.experts.place:
                 if (why := expert_table.why_not(adapter)) is not None:
                     return f"adapter {name} {why} at {path}"
                 continue
@@ -149,11 +149,15 @@ class AdapterSlots:
         """Itself: kernels look each row's adapter up here."""
         return self
 
-    def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
+    def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor, groups: Groups | None = None) -> Tensor:
         """See `AdapterApplier`: layers of the table that no attached adapter changes keep their output."""
         if layer in self._covered:
             return self.add(layer, x, y)
-        return y if layer in self._place else EAGER.apply(layer, x, y)
+        return y if layer in self._place else EAGER.apply(layer, x, y, groups)
+
+    def expert_args(self, module: nn.Module, rows: int) -> ExpertLora | None:
+        """See `AdapterApplier`."""
+        return self.experts.args(module, self.row_slots[:rows]) or EAGER.expert_args(module, rows)
 
     @property
     def shape_key(self) -> tuple[int, ...]:
@@ -179,8 +183,13 @@ class AdapterSlots:
         self._seen_serial = self.adapter_store.last_serial
         fitting = {name: self.adapter_store.holders[name] for name in new if self.why_not(name) is None}
         self.cover(one.fitting for one in fitting.values())
-        for name, holders in fitting.items():
-            self.experts.cover(holders, name)
+        for name in fitting:
+            self.experts.cover(self._experts_of(name))
+
+    def _experts_of(self, name: str) -> dict[nn.Module, ExpertsAdapter]:
+        """Return the adapters of this name of modules of experts in the table."""
+        found = {module: vars(module)["adapters"][name] for _, module in self.adapter_store.holders[name].rest}
+        return {module: one for module, one in found.items() if isinstance(one, ExpertsAdapter) and module in self.experts.place}
 
     def set_rows(self, names: Sequence[str | None]) -> None:
         """Let row i use names[i]; rows beyond use the base. Enqueued on the current stream, in order with the steps.
@@ -219,8 +228,21 @@ class AdapterSlots:
         integers, scale = columns.integers.clone(), columns.scale.clone()
         integers[:2] += columns.is_there * holders.address
         self._write(slot, integers, scale, {leaf: leaf.adapters[name] for _, leaf in holders.rest if isinstance(leaf, Leaf)})
-        self.experts.put(slot, holders, name)
+        self.experts.put(slot, self._experts_of(name))
         self._held[key] = slot
+
+    @classmethod
+    def of_experts(cls, adapters: Mapping[nn.Module, ExpertsAdapter], store: AdapterStore, device: torch.device) -> AdapterSlots:
+        """Return the table of one row that has these adapters of modules of experts."""
+        slots = cls((), store, 1, device, module=None, slots=1, experts=list(adapters))
+        slots.set_experts(adapters)
+        return slots
+
+    def set_experts(self, adapters: Mapping[nn.Module, ExpertsAdapter]) -> None:
+        """Let every row use these adapters, by module of experts. Ask `expert_table.why_not` about each first."""
+        self.experts.cover(adapters)
+        self.experts.put(0, adapters)
+        self.row_slots.zero_()
 
     def set_layers(self, adapters: Mapping[Leaf, lora.LinearAdapter]) -> None:
         """Let every row use these adapters, by layer, which need no name in the store. Ask `why_not_plain` about each first."""
@@ -295,10 +317,6 @@ class AdapterSlots:
             scale=self._table["scale"][part], row_slots=self.row_slots[:rows],
             low=low.view(rows, len(leaves), self.largest_rank), is_empty=is_empty, is_fixed=self.is_fixed,
         )  # fmt: skip
-
-    def expert_args(self, module: nn.Module, rows: int) -> ExpertLora | None:
-        """Return the kernels' arguments for a module of experts, None if no adapter touches it."""
-        return self.experts.args(module, self.row_slots[:rows])
 
     def add(self, leaf: Leaf, x: Tensor, y: Tensor) -> Tensor:
         """Return the layer's output with each row's adapter: x [n, ..., D_in], y [n, ..., D_out]. A row has several tokens only

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from trimtab.engine.kernels import routers
 from trimtab.engine.kernels.attention_and_norms import AttentionShape, HeadNorms
 from trimtab.engine.kernels.delta_rule import DeltaShape, DeltaWeights
 from trimtab.engine.kernels.embed_and_logits import Sizes
-from trimtab.engine.kernels.experts import ExpertLora, Mixture, why_not_many
+from trimtab.engine.kernels.experts import Mixture, why_not_many
 from trimtab.engine.kernels.gemv4 import NormForm
 from trimtab.engine.kernels.plain_attention import Growth, Scores
 from trimtab.engine.lora.experts import stack_facts, stack_of, stack_shape
@@ -243,7 +242,7 @@ class Experts:
     adapter puts another module into its place. router: gives weights and numbers of a token's experts last; module: of stacks.
     shared: an MLP over the same input, whose output is added, times the sigmoid of what shared_gate makes, a linear with one
     output. Next to an MLP (Gemma 4) router and experts read the residual; before, after: the norms of the experts' input and of
-    what they make; after_dense: of what the MLP makes. tables: of adapters that all tokens of a pass have (mixture.py)."""
+    what they make; after_dense: of what the MLP makes."""
 
     parent: object
     router_name: str
@@ -253,7 +252,6 @@ class Experts:
     before: Norm | None = None
     after: Norm | None = None
     after_dense: Norm | None = None
-    tables: WeakKeyDictionary[object, ExpertLora] = field(default_factory=WeakKeyDictionary, init=False)
 
     @property
     def router(self) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.engine.batched_lora import expert_table
+from trimtab.engine.batched_lora.table import AdapterSlots
 from trimtab.engine.kernels import experts as kernels
 from trimtab.engine.kernels import routers
 
@@ -18,19 +19,20 @@ if TYPE_CHECKING:
     from trimtab.engine.families.decoder import Experts, Layer
     from trimtab.engine.kernels.device_kernels import DeviceKernels
     from trimtab.engine.layers.leaves import Leaf
-    from trimtab.engine.lora.experts import ExpertsAdapter
+    from trimtab.engine.lora.layers import ExpertsAdapter
     from trimtab.engine.lora.store import AdapterStore
 
 
-def hold(layers: Sequence[Layer], name: str | None) -> bool:
-    """Make the tables of an adapter that every token of the next passes has; whether kernels add all that it changes of experts."""
+def hold(layers: Sequence[Layer], store: AdapterStore) -> bool:
+    """Make the tables of the adapter of all tokens of the next passes; whether kernels add all that it changes of experts."""
     is_whole = True
     for own in (layer.experts for layer in layers if layer.experts is not None):
-        adapter: ExpertsAdapter | None = vars(own.module).get("adapters", {}).get(name)
-        if adapter is None or adapter in own.tables:
+        adapter: ExpertsAdapter | None = vars(own.module).get("adapters", {}).get(store.selection.name)
+        if adapter is None or adapter.tables is not None:
             continue
         if own.takes_many and expert_table.why_not(adapter) is None:
-            own.tables[adapter] = expert_table.tables_of(adapter, int(own.module.num_experts))
+            table = AdapterSlots.of_experts({own.module: adapter}, store, adapter.changes[0].A.device)
+            adapter.hold(table.expert_args(own.module, 1))
         else:
             is_whole = False
     return is_whole
@@ -82,12 +84,12 @@ def experts_of(
 ) -> Tensor:  # fmt: skip
     """Return the experts' output for x [n, D]. rows: as `Experts.chosen` has it. module: of the kernels, None without."""
     numbers, weights, fetch = chosen
-    table, adapters = store.table, vars(own.module).get("adapters", {})
-    lora = None if table is None else table.expert_args(own.module, rows if rows > 1 else len(x))  # a step's tokens are rows
-    used = [adapters[name] for name in store.selection.active() if name in adapters]
-    if store.selection.rows is None and used:
-        lora = own.tables.get(used[0])
-    is_apart = bool(used) and lora is None  # adapters that no table holds are added by the module's own way
+    lora: kernels.ExpertLora | None = store.applier.expert_args(
+        own.module, rows if rows > 1 else len(x)
+    )  # a step's tokens are rows
+    adapters = vars(own.module).get("adapters", ())
+    # Adapters that no table holds are added by the module's own way.
+    is_apart = lora is None and any(name in adapters for name in store.selection.active())
     # Many tokens without adapters over unpacked experts: torch's grouped product, unless only the kernels can be captured.
     is_many = len(x) > kernels.MOST_ROWS and lora is None
     is_plain = is_many and not (own.is_packed or (store.groups_on_host and own.takes_many))

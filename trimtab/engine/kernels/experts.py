@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -19,6 +19,7 @@ from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.dequantize import can_unpack, fits_type
 from trimtab.engine.kernels.selfcheck import relative_error
+from trimtab.engine.lora.layers import StackChange
 from trimtab.engine.tiers.near_experts import NearExperts
 from trimtab.formats.record import stored_format
 
@@ -60,22 +61,10 @@ class Mixture:
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
-    """One adapter's change of one member: A [n_pairs, R, D_in] and B [n_pairs, D_out_part, R], contiguous; first: of its outputs in
-    the stack's; pairs: expert -> its place in A and B."""
-
-    A: Tensor
-    B: Tensor
-    scale: float
-    first: int
-    pairs: Mapping[int, int]
-
-
-@dataclass(frozen=True, eq=False)
 class ExpertLora:
     """The adapters of rows in S slots: members 0 and 1 change gate_up, one after the other, member 2 changes down.
 
-    Shapes: A_ptr, B_ptr [3, S] int64, the addresses of `Change`, 0 without; rank [3, S] int32; scale [3, S] float32; outputs
+    Shapes: A_ptr, B_ptr [3, S] int64, the addresses of `StackChange`, 0 without; rank [3, S] int32; scale [3, S] float32; outputs
     [3, S, 2] int32, the first output in the stack's and the end; pairs [3, S, E] int32, an expert's place in A and B, -1 without;
     row_slots [rows] int32, -1 without an adapter: each row has n / rows of the tokens, side by side. A, B: aligned to 16 bytes.
     largest_rank: of all slots, or more. dtype: of every A and B; a change is computed and rounded in it. changes: the same as
@@ -91,23 +80,27 @@ class ExpertLora:
     row_slots: Tensor
     largest_rank: int
     dtype: torch.dtype = torch.float32
-    changes: Sequence[Sequence[Change | None]] | None = None
+    changes: Sequence[Sequence[StackChange | None]] | None = None
+
+    def numbers(self) -> tuple[Tensor, ...]:
+        """Return the tables of slots."""
+        return self.A_ptr, self.B_ptr, self.rank, self.scale, self.outputs, self.pairs
 
 
-def lora_tables(changes: Sequence[Sequence[Change | None]], row_slots: Tensor, count: int) -> ExpertLora:
+def lora_tables(changes: Sequence[Sequence[StackChange | None]], row_slots: Tensor, count: int) -> ExpertLora:
     """Return the tables of changes given as tensors, [3][S], which must outlive them. count: of experts."""
     given = [one for slots in changes for one in slots if one is not None]
     assert len({one.A.dtype for one in given} | {one.B.dtype for one in given}) <= 1
     assert all(one.A.is_contiguous() and one.B.is_contiguous() for one in given)
 
-    def table(value: Callable[[Change], object], none: object, dtype: torch.dtype) -> Tensor:
+    def table(value: Callable[[StackChange], object], none: object, dtype: torch.dtype) -> Tensor:
         rows = [[none if one is None else value(one) for one in slots] for slots in changes]
         return torch.tensor(rows, dtype=dtype, device=row_slots.device)
 
     return ExpertLora(
         table(lambda one: one.A.data_ptr(), 0, torch.int64), table(lambda one: one.B.data_ptr(), 0, torch.int64),
         table(lambda one: one.A.shape[1], 0, torch.int32), table(lambda one: one.scale, 0.0, torch.float32),
-        table(lambda one: [one.first, one.first + one.B.shape[1]], [0, 0], torch.int32),
+        table(lambda one: [one.outputs.start, one.outputs.stop], [0, 0], torch.int32),
         table(lambda one: [one.pairs.get(expert, -1) for expert in range(count)], [-1] * count, torch.int32), row_slots,
         max((one.A.shape[1] for one in given), default=0), given[0].A.dtype if given else torch.float32, changes,
     )  # fmt: skip
@@ -496,7 +489,7 @@ def _product(
                 continue
             place = lora.pairs[member, slot].index_select(0, expert)
             A, B = (one.index_select(0, place.clamp(min=0))[0] for one in (change.A, change.B))
-            part = y[:, change.first : change.first + len(B)]
+            part = y[:, change.outputs]
             own = functional.linear(functional.linear(x.to(A.dtype), A), B).mul_(change.scale)
             part.copy_(torch.where((place >= 0) & (lora.row_slots[row] == slot), (part + own).to(y.dtype), part))
     return y
@@ -526,9 +519,9 @@ def check(
     def random(*sizes: int) -> Tensor:
         return torch.randn(*sizes, device=module.device, generator=generator)
 
-    def change(rank: int, columns: int, outputs: int, first: int) -> list[Change | None]:
+    def change(rank: int, columns: int, outputs: int, first: int) -> list[StackChange | None]:
         A, B = random(1, rank, columns) / columns**0.5, random(1, outputs, rank) / rank**0.5
-        return [Change(A, B, 0.5, first, dict.fromkeys(range(0, count, 2), 0))]
+        return [StackChange("", A, B, 0.5, slice(first, first + outputs), dict.fromkeys(range(0, count, 2), 0))]
 
     changes = [change(8, width, both, 0), change(3, width, inner, inner), change(8, inner, width, 0)]
     is_many = why_not_many((mixture.gate_up.shape, mixture.down.shape)) is None
@@ -562,7 +555,7 @@ def _exact(x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, lora: Ex
         for change in (lora.changes[member][slot] for member in members):
             if change is not None and expert in change.pairs:
                 A, B = (one[change.pairs[expert]].double() for one in (change.A, change.B))
-                y[change.first : change.first + len(B)] += change.scale * (B @ (A @ x))
+                y[change.outputs] += change.scale * (B @ (A @ x))
         return y
 
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)

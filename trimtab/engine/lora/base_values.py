@@ -30,14 +30,18 @@ T = TypeVar("T")
 Pieces = Generator[None, None, T]
 
 
-class LinearLayer(Protocol):
-    """A linear layer as its adapters see it. quant_kind: "none" for a plain weight."""
+class Product(Protocol):
+    """A product with a weight, as the adapters that are added to it see it. quant_kind: "none" for a plain weight."""
 
     @property
     def quant_kind(self) -> str: ...
 
     @property
     def bias(self) -> Tensor | None: ...
+
+
+class LinearLayer(Product, Protocol):
+    """A linear layer as its adapters see it."""
 
     @property
     def weight(self) -> Tensor: ...

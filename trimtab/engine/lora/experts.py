@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from trimtab.adapters.stack_layout import Stack
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
-from trimtab.engine.lora.store import AdapterStore
+from trimtab.engine.lora.store import AdapterStore, Groups
 from trimtab.engine.tiers.reader import Part
 from trimtab.engine.tiers.streaming import Staged
 from trimtab.errors import DeviceError
@@ -49,41 +50,16 @@ def matrices(stack: Stack, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tenso
     return (B.transpose(1, 2), A.transpose(1, 2)) if stack.is_swapped else (A, B)
 
 
-@dataclass(eq=False)
-class StackChange:
-    """scale B A on some outputs of some experts of one stack: A [n, R, D_in], B [n, D_out, R]; pairs: expert -> its place there."""
+@dataclass(frozen=True, eq=False)
+class ExpertProduct:
+    """The product of one expert with one stack, as an applier and the adapters of its module see it."""
 
+    adapters: Mapping[str, object]
+    adapter_store: AdapterStore
     parameter: str
-    A: Tensor
-    B: Tensor
-    scale: float
-    outputs: slice
-    pairs: Mapping[int, int]
-
-    def add(self, expert: int, x: Tensor, y: Tensor) -> None:
-        """Add to the product y [N, D_out] of one expert for x [N, D_in]."""
-        pair = self.pairs.get(expert)
-        if pair is not None:
-            low = nn.functional.linear(x.to(self.A.dtype), self.A[pair])
-            part = y[:, self.outputs]
-            part.copy_(part + nn.functional.linear(low, self.B[pair]).mul_(self.scale))
-
-
-class ExpertsAdapter:
-    """One adapter's changes of the stacks of one module."""
-
-    weight = None
-
-    def __init__(self, part: str, changes: Sequence[StackChange]) -> None:
-        self.part, self.changes = part, tuple(changes)
-
-    def values(self) -> Iterator[Tensor]:
-        """Return its tensors."""
-        return (tensor for change in self.changes for tensor in (change.A, change.B))
-
-    def times(self, weight: float) -> Iterator[StackChange]:
-        """Return its changes, each multiplied by a weight."""
-        return (replace(change, scale=weight * change.scale) for change in self.changes)
+    expert: int
+    quant_kind: ClassVar[str] = "none"
+    bias: ClassVar[None] = None
 
 
 class _Forward:
@@ -102,9 +78,9 @@ class _Forward:
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         own = self.module.__dict__
-        adapters: dict[str, ExpertsAdapter] = own.get("adapters", {})
+        adapters: Mapping[str, object] = own.get("adapters", {})
         selection = self.store.selection
-        used = {name: adapters[name] for name in selection.active() if name is not None and name in adapters}
+        used = [name for name in dict.fromkeys(selection.active()) if name is not None and name in adapters]
         if not used and (self.plain is not None or "stacks" not in own):
             return (self.plain or type(self.module).forward.__get__(self.module))(*args, **kwargs)
         given = [*args, *kwargs.values()]
@@ -116,20 +92,20 @@ class _Forward:
             )  # fmt: skip
         x, index, weights = given
         if selection.rows is None or not used:
-            return self._run(x, index, weights, list(used.values()), None)
+            return self._run(x, index, weights, used, None)
         rows = len(selection.rows)
         count = rows if x.shape[0] % rows == 0 else x.shape[0]
         groups = selection.groups(own["part"], count, x.device)
         numbers = torch.full((count,), -1, device=x.device)
         for name, places in groups:
             if name in used:
-                numbers[places] = list(used).index(name)
-        return self._run(x, index, weights, list(used.values()), numbers.repeat_interleave(x.shape[0] // count))
+                numbers[places] = used.index(name)
+        return self._run(x, index, weights, used, numbers.repeat_interleave(x.shape[0] // count))
 
     def _run(
-        self, x: Tensor, index: Tensor, weights: Tensor, adapters: Sequence[ExpertsAdapter], numbers: Tensor | None
+        self, x: Tensor, index: Tensor, weights: Tensor, names: Sequence[str], numbers: Tensor | None
     ) -> Tensor:  # fmt: skip
-        """Return the output [N, D]. numbers: of each token's adapter [N], -1 for the base; None: all have the only one."""
+        """Return the output [N, D]. numbers: of each token's adapter in `names` [N], -1 for the base; None: all have the same."""
         most = index.shape[1]
         norm: Callable[[Tensor], Tensor] | None = getattr(self.module, _NORM, None)
         flat = index.reshape(-1)
@@ -141,33 +117,23 @@ class _Forward:
                 continue
             chosen, of = order[start : start + count], tokens[start : start + count]
             start += count
-            places = [(adapter, None if numbers is None else (numbers[of] == number).nonzero()[:, 0])
-                      for number, adapter in enumerate(adapters)]  # fmt: skip
-            y = self.activation(self._product(_first(self.module), expert, x[of], places))
-            y = self._product(DOWN, expert, y, places)
+            groups = None if numbers is None else [
+                (name, own) for number, name in enumerate(names) if len(own := (numbers[of] == number).nonzero()[:, 0])
+            ]  # fmt: skip
+            y = self.activation(self._product(_first(self.module), expert, x[of], groups))
+            y = self._product(DOWN, expert, y, groups)
             y = y if norm is None else norm(y)
             sums[chosen] = (y * weights.reshape(-1)[chosen, None]).to(sums.dtype)
         return sums.view(*index.shape, x.shape[1]).sum(dim=1).to(x.dtype)
 
-    def _product(
-        self, name: str, expert: int, x: Tensor, places: Sequence[tuple[ExpertsAdapter, Tensor | None]]
-    ) -> Tensor:  # fmt: skip
+    def _product(self, name: str, expert: int, x: Tensor, groups: Groups | None) -> Tensor:
         weight = self._weight(name, expert)
         weight = weight.T if self.module.is_transposed else weight
         bias = getattr(self.module, f"{name}_bias")[expert] if getattr(self.module, "has_bias", False) else None
         y = nn.functional.linear(x.to(device=weight.device, dtype=weight.dtype), weight)
         y = (y if bias is None else y + bias).to(x.device)
-        for adapter, own in places:
-            for change in adapter.changes:
-                if change.parameter != name or (own is not None and not own.numel()):
-                    continue
-                if own is None:
-                    change.add(expert, x, y)
-                else:
-                    part = y[own]
-                    change.add(expert, x[own], part)
-                    y[own] = part
-        return y
+        product = ExpertProduct(self.module.__dict__.get("adapters", {}), self.store, name, expert)
+        return self.store.applier.apply(product, x, y, groups)
 
     def _weight(self, name: str, expert: int) -> Tensor:
         """Return one expert's matrix as it is in the stack."""

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from trimtab.engine.formats.matmul_table import LayerProduct, MatmulTable
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.lora.store import EAGER, TOWERS, AdaptedLayer, AdapterStore, AdapterTable, Place, Selection, covered
+from trimtab.engine.lora.store import TOWERS, AdaptedLayer, AdapterStore, EagerAdapters, Groups, Place, Selection, covered
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -206,7 +206,7 @@ def is_plain(adapter: object) -> bool:
 PlainAdd = Callable[[Any, Any, Tensor, Tensor], bool]
 
 
-class ShortAdapters:
+class ShortAdapters(EagerAdapters):
     """Adds adapters while a short step runs: the same sum from fewer operations, rounded once.
 
     Products that read one tensor share its float32 form, unless `shares_inputs` is False. Rows that differ are taken as they lie:
@@ -214,8 +214,6 @@ class ShortAdapters:
     one plain adapter in place, and says whether it knows these tensors. y + scale B A x is in float32, rounded once; PEFT rounds
     the change over a quantized layer before it adds it.
     """
-
-    table: AdapterTable | None = None
 
     def __init__(self, add_plain: PlainAdd | None = None, *, shares_inputs: bool = True) -> None:
         self._add_plain, self._shares_inputs = add_plain, shares_inputs
@@ -250,11 +248,11 @@ class ShortAdapters:
         runs = list(_runs([None if name is None else leaf.adapters.get(name) for name in selection.rows]))
         return sum(_RUN_OPS if end - start == 1 else _STACK_OPS for start, end in runs) <= _GATHER_OPS * len(used)
 
-    def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
+    def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor, groups: Groups | None = None) -> Tensor:
         """See `AdapterApplier`. PEFT's operations add adapters other than plain LoRA, and those not shorter this way."""
         if not layer.adapters:
             return y
-        return self.add(layer, x, y) if self.can(layer, x) else EAGER.apply(layer, x, y)
+        return self.add(layer, x, y) if self.can(layer, x) else super().apply(layer, x, y, groups)
 
     def add(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
         """Return y [B, ..., D_out] changed in place by the adapters of the rows of x [B, ..., D_in]; see `can`."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +14,8 @@ from trimtab.adapters.adapter import AdapterSpec, AdapterTarget
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
 from trimtab.engine.lora.attached import AttachedAdapter
-from trimtab.engine.lora.base_values import BaseValues, LinearLayer, TableLayer, base_values, finished
-from trimtab.engine.lora.experts import ExpertsAdapter, StackChange, cover, matrices, uncover, why_no_lora
+from trimtab.engine.lora.base_values import BaseValues, LinearLayer, Product, TableLayer, base_values, finished
+from trimtab.engine.lora.experts import ExpertProduct, cover, matrices, uncover, why_no_lora
 from trimtab.engine.lora.routers import RouterAdapter, RouterModule, takes_lora
 from trimtab.engine.lora.store import TOWERS, AdaptedLayer, AdapterStore
 from trimtab.errors import AdapterError, RequestError
@@ -40,7 +40,7 @@ class LinearAdapter:
     weight: Tensor | None = None
     bias: Tensor | None = None
 
-    def apply(self, leaf: LinearLayer, x: Tensor, y: Tensor) -> Tensor:
+    def apply(self, leaf: Product, x: Tensor, y: Tensor) -> Tensor:
         """Return the layer's output with this adapter; y is the base's output for x.
 
         Source: PEFT 0.21.2, lora/layer.py Linear.forward, lora/bnb.py Linear4bit.forward, lora/dora.py.
@@ -90,6 +90,50 @@ class EmbeddingAdapter:
         if own_scale is not None:
             delta = delta * own_scale.to(delta.dtype)
         return ((rows if self.magnitude is None else self.magnitude * rows) + delta).to(dtype)
+
+
+@dataclass(eq=False)
+class StackChange:
+    """scale B A on some outputs of some experts of one stack: A [n, R, D_in], B [n, D_out, R]; pairs: expert -> its place there."""
+
+    parameter: str
+    A: Tensor
+    B: Tensor
+    scale: float
+    outputs: slice
+    pairs: Mapping[int, int]
+
+
+class ExpertsAdapter:
+    """One adapter's changes of the stacks of one module. tables: an `ExpertLora` with which kernels compute passes whose tokens all
+    have it, once it is made."""
+
+    weight = None
+
+    def __init__(self, part: str, changes: Sequence[StackChange]) -> None:
+        self.part, self.changes = part, tuple(changes)
+        self.tables: object | None = None
+
+    def hold(self, tables: object) -> None:
+        """Keep its tables, which are on the device as long as it is."""
+        self.tables = tables
+
+    def apply(self, product: ExpertProduct, x: Tensor, y: Tensor) -> Tensor:
+        """Return the product y [N, D_out] of one expert for x [N, D_in] with this adapter, in the memory of y."""
+        for one in self.changes:
+            pair = one.pairs.get(product.expert) if one.parameter == product.parameter else None
+            if pair is not None:
+                part = y[:, one.outputs]
+                part.copy_(LinearAdapter(self.part, one.scale, one.A[pair], one.B[pair]).apply(product, x, part))
+        return y
+
+    def values(self) -> Iterator[Tensor]:
+        """Return its tensors."""
+        return (tensor for change in self.changes for tensor in (change.A, change.B))
+
+    def times(self, weight: float) -> Iterator[StackChange]:
+        """Return its changes, each multiplied by a weight."""
+        return (replace(change, scale=weight * change.scale) for change in self.changes)
 
 
 class SavedModule(nn.Module):

@@ -15,9 +15,8 @@ from trimtab.adapter_names import check_weight, mix_name
 from trimtab.checkpoint.names import near_names
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.attached import AttachedAdapter
-from trimtab.engine.lora.base_values import LinearLayer, TableLayer
-from trimtab.engine.lora.experts import ExpertsAdapter
-from trimtab.engine.lora.layers import EmbeddingAdapter, Fitting, Holders, LinearAdapter, PlainPlace
+from trimtab.engine.lora.base_values import Product, TableLayer
+from trimtab.engine.lora.layers import EmbeddingAdapter, ExpertsAdapter, Fitting, Holders, LinearAdapter, PlainPlace
 from trimtab.engine.lora.routers import RouterAdapter
 from trimtab.engine.lora.store import ADAPTER_DTYPE, TOWERS, AdapterStore, HeldAdapter
 from trimtab.errors import DoesNotFitError, RequestError, gib
@@ -36,7 +35,7 @@ class SummedLinear(LinearAdapter):
 
     parts: _Parts = field(default_factory=list)
 
-    def apply(self, leaf: LinearLayer, x: Tensor, y: Tensor) -> Tensor:
+    def apply(self, leaf: Product, x: Tensor, y: Tensor) -> Tensor:
         return _in_turn(self.parts, leaf, x, y)
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Towers see images and audio, not rows: the first dimension of their input is another count.
 TOWERS = ("vision", "audio", "connector")
+# (adapter, the places in x of its rows, on the device)
+Groups: TypeAlias = Sequence[tuple[str, Tensor]]
 
 
 class AdaptedLayer(Protocol):
@@ -49,20 +51,22 @@ class AdapterTable(Protocol):
     def args(self, leaves: Sequence[Any], rows: int, *, is_empty: bool = False) -> Any:
         """Return a `matvec.LoraArgs` for layers that read one input, None if no adapter changes them."""
 
-    def expert_args(self, module: Any, rows: int) -> Any:
-        """Return an `ExpertLora` (engine/kernels/experts.py) for a module of experts, None if no adapter changes it."""
-
 
 class AdapterApplier(Protocol):
-    """Adds the adapters of the selected rows to the output of a layer."""
+    """Adds the adapters of the selected rows to the output of a layer, and of each expert."""
 
     @property
     def table(self) -> AdapterTable | None:
         """Where kernels look adapters up instead of `apply`, None where no adapter can be looked up."""
 
-    def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
+    def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor, groups: Groups | None = None) -> Tensor:
         """Return the output y [B, ..., D_out] of a layer or embedding table for x [B, ..., D_in] (or ids [B, S]) with each row's
-        adapter. y may be overwritten. Errors: RequestError if rows use different adapters and x is not in batch rows."""
+        adapter. groups: of an expert's product, whose x is the tokens that chose it, while rows differ. y may be overwritten.
+        Errors: RequestError if rows use different adapters and x is not in batch rows."""
+
+    def expert_args(self, module: nn.Module, rows: int) -> Any:
+        """Return an `ExpertLora` (engine/kernels/experts.py) with which kernels compute a module of experts, None if no adapter
+        changes it or if the module asks `apply` for each expert."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class EagerAdapters:
 
     table: AdapterTable | None = None
 
-    def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
+    def apply(self, layer: AdaptedLayer, x: Tensor, y: Tensor, groups: Groups | None = None) -> Tensor:
         """See `AdapterApplier`."""
         adapters = layer.adapters
         if not adapters:
@@ -143,10 +147,18 @@ class EagerAdapters:
         used = [name for name in selection.rows if name is not None and name in adapters]
         if not used:
             return y
-        for name, index in selection.groups(adapters[used[0]].part, x.shape[0], x.device):
+        groups = selection.groups(adapters[used[0]].part, x.shape[0], x.device) if groups is None else groups
+        for name, index in groups:
             if name in adapters:
                 y.index_copy_(0, index, adapters[name].apply(layer, x[index], y[index]))
         return y
+
+    def expert_args(self, module: nn.Module, rows: int) -> Any:
+        """See `AdapterApplier`: for rows that all have one adapter, whose tables were made before."""
+        own = vars(module)
+        selection: Selection = own["adapter_store"].selection if own.get("adapters") else BASE
+        adapter = None if selection.name is None else own["adapters"].get(selection.name)
+        return None if adapter is None else adapter.tables
 
 
 EAGER = EagerAdapters()

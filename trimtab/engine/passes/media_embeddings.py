@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.lora.store import covered
+from trimtab.engine.lora.store import Place, covered
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -53,9 +53,9 @@ class _StoppedError(Exception):
         self.inputs = inputs
 
 
-def media_of(hf_model: HFModel, tensors: Mapping[str, Tensor]) -> Media:
+def media_of(hf_model: HFModel, tensors: Mapping[str, Tensor], functions: Mapping[Place, object] | None = None) -> Media:
     """Return the decoder's inputs from the model's own code for a prompt with images or audio: the towers run, the decoder does
-    not. Errors: RuntimeError for inputs of a form that is not known."""
+    not. functions: of the towers, in place of the model's own. Errors: RuntimeError for inputs of a form that is not known."""
 
     def stop(*args: object, **kwargs: object) -> object:
         if args:
@@ -64,7 +64,7 @@ def media_of(hf_model: HFModel, tensors: Mapping[str, Tensor]) -> Media:
 
     decoder = hf_model.get_decoder()
     try:
-        with covered({decoder: stop}):
+        with covered({**(functions or {}), decoder: stop}):
             hf_model(
                 **tensors, past_key_values=hf_slots.prompt_cache(hf_model), use_cache=True, logits_to_keep=1,
                 return_dict=True,

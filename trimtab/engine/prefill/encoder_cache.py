@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from trimtab.engine.kv import sequence
 from trimtab.engine.kv.prefix_store import scope_of
-from trimtab.engine.lora.store import Place, covered
-from trimtab.engine.towers.pieces import TowersDoneError
+from trimtab.engine.lora.store import Place
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -29,32 +28,20 @@ _WHOLE = "whole"
 FUNCTIONS = ("get_image_features", "get_audio_features")
 
 
-@contextmanager
 def encoders(
-    hf_model: HFModel, cache: PrefixCache, scope: bytes, inputs: Inputs, *, is_counted: bool = True
-) -> Iterator[None]:  # fmt: skip
-    """While the block runs, the towers return cached outputs, and new outputs are cached. is_counted: False for a pass that an
-    earlier one has been counted for. A pass that ends by an error is not counted, because it runs again, except where only the
-    decoder is left (TowersDoneError). The cache wraps `get_image_features` and `get_audio_features`. Images are cached one by one,
-    the audio clips of a prompt together. A key is the content, the shape that the processor gave it, and the scope: the client, and
-    the adapter's content if it changes a tower."""
+    hf_model: HFModel, cache: PrefixCache, scope: bytes, inputs: Inputs, counts: Counter[str]
+) -> dict[Place, object]:  # fmt: skip
+    """Return the functions of towers for a pass (`covered`): they return cached outputs, and new outputs are cached. counts: what
+    they count, as `PrefixCache.encoder_counts` has it. The cache wraps `get_image_features` and `get_audio_features`. Images are
+    cached one by one, the audio clips of a prompt together. A key is the content, the shape that the processor gave it, and the scope:
+    the client, and the adapter's content if it changes a tower."""
     owner = getattr(hf_model, "model", None)
     towers: dict[Place, object] = {}
     for name, ids in zip(FUNCTIONS, sequence.media_ids(hf_model), strict=True):
         if hasattr(owner, name):
             digests = [mark.digest for mark in inputs.marks if inputs.token_ids[mark.start] in ids]
-            towers[owner, name] = _Tower(getattr(owner, name), cache, scope_of(scope, name), digests, name == FUNCTIONS[0])
-    before, is_complete = cache.encoder_counts.copy(), False
-    try:
-        with covered(towers):
-            yield
-        is_complete = True
-    except TowersDoneError:
-        is_complete = True
-        raise
-    finally:
-        if not (is_complete and is_counted):
-            cache.encoder_counts.subtract(cache.encoder_counts - before)  # no reader sees less than before
+            towers[owner, name] = _Tower(getattr(owner, name), cache, counts, scope_of(scope, name), digests, name == FUNCTIONS[0])
+    return towers
 
 
 @dataclass
@@ -63,6 +50,7 @@ class _Tower:
 
     compute: Callable[..., object]
     cache: PrefixCache
+    counts: Counter[str]
     scope: bytes
     digests: Sequence[bytes]
     is_vision: bool
@@ -82,7 +70,7 @@ class _Tower:
         kept = self._find(key)
         if kept is not None:
             return SimpleNamespace(**kept)
-        self.cache.encoder_counts["passes"] += 1
+        self.counts["passes"] += 1
         output = self.compute(*args, **kwargs)
         parts = {name: getattr(output, name, None) for name in PARTS}
         if parts["pooler_output"] is not None:
@@ -91,7 +79,7 @@ class _Tower:
 
     def _find(self, key: bytes) -> Any:
         kept = self.cache.get_blob(key)
-        self.cache.encoder_counts.update(lookups=1, hits=int(kept is not None))
+        self.counts.update(lookups=1, hits=int(kept is not None))
         return kept
 
     # One by one -------------------------------------------------------------------------------------------------------
@@ -132,7 +120,7 @@ class _Tower:
         missing = [key for key, kept in outputs.items() if kept is None]
         if missing:
             chosen = [split[keys.index(key)] for key in missing]
-            self.cache.encoder_counts["passes"] += 1
+            self.counts["passes"] += 1
             output = self.compute(*_joined([one[0] for one in chosen]), **_joined_named([one[1] for one in chosen]))
             parts = _parts_of(output, len(missing))
             if parts is None:  # nothing of this form was ever kept but of images alone: all of them were missing

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.batched_lora import expert_table
-from trimtab.engine.batched_lora.expert_table import ExpertSlots, StandIn
+from trimtab.engine.batched_lora.expert_table import StandIn
+from trimtab.engine.batched_lora.table import AdapterSlots
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.lora.experts import ExpertsAdapter, uncover
+from trimtab.engine.lora.experts import uncover
+from trimtab.engine.lora.layers import ExpertsAdapter
 from trimtab.engine.lora.store import TOWERS, AdapterStore, Selection
 from trimtab.engine.prefill.rows import Passes
 from trimtab.engine.prefill.selection import has_layers
@@ -26,7 +28,6 @@ from trimtab.planning.memory.adapters import MOST_LAYOUTS
 if TYPE_CHECKING:
     from torch import nn
 
-    from trimtab.engine.families.decoder import Experts
     from trimtab.engine.layers.leaves import Leaf
 
 
@@ -47,7 +48,7 @@ class PromptLayout:
     name: str
     buffer: Tensor
     has_towers: bool
-    experts: ExpertSlots
+    experts: AdapterSlots
     stand_ins: dict[nn.Module, StandIn]
     leaves: InitVar[list[Leaf]]
     holds: tuple[str, int] | None = None
@@ -118,8 +119,7 @@ class Layouts:
         source = values_of(name, holders)
         has_towers = not rest
         places = [one for one in fitting.plain if has_towers or one.part not in TOWERS]
-        changed = [vars(module)["adapters"][name] for module in experts]
-        ranks = [one.A.shape[1] for adapter in changed for one in adapter.changes]
+        ranks = [one.A.shape[1] for adapter in experts.values() for one in adapter.changes]
         plain = tuple((one.leaf.module_path, one.rank, one.scale, one.A_start, one.B_start) for one in places)
         key = (
             has_towers, source.numel(), plain, tuple(vars(module)["module_path"] for module in experts), max(ranks, default=0),
@@ -133,13 +133,13 @@ class Layouts:
                     f"a copy of {name} takes {gib(source.nbytes)}, which is not available", "prompts that share graphs"
                 )
                 return None
-            layout = self._held[key] = self._new(places, source, experts, holders, name, has_towers=has_towers)
+            layout = self._held[key] = self._new(places, source, experts, has_towers=has_towers)
         self._held.move_to_end(key)
         if layout.holds != (name, serial):
             layout.buffer.copy_(source)
-            layout.experts.put(0, holders, name)
-            for stand_in, adapter in zip(layout.stand_ins.values(), changed, strict=True):
-                stand_in.of = weakref.ref(adapter)
+            layout.experts.set_experts(experts)
+            for module, stand_in in layout.stand_ins.items():
+                stand_in.of = weakref.ref(experts[module])
             layout.holds = (name, serial)
         return layout
 
@@ -154,33 +154,28 @@ class Layouts:
         counted = prompts.extra_bytes() - prompts.extra_bytes(prompts.sizes, adapters=False)
         return needed + others <= counted or needed + others - counted <= prompts.left_bytes() - prompts.extra_bytes()
 
-    def _experts_of(self, name: str, holders: lora.Holders) -> dict[nn.Module, Experts]:
-        """Return the experts that an adapter changes, by module, if kernels add all that it changes of them, else none."""
+    def _experts_of(self, name: str, holders: lora.Holders) -> dict[nn.Module, ExpertsAdapter]:
+        """Return what an adapter changes of experts, by module, if kernels add all of it, else nothing."""
         adapters = {module: vars(module)["adapters"][name] for _, module in holders.rest}
         changed = {module: one for module, one in adapters.items() if isinstance(one, ExpertsAdapter)}
         steps = self.prompts.batch.steps
         step = steps.fused_step() if changed and steps.kernels.experts is not None and has_layers(self.prompts) else None
         found = [layer.experts for layer in step.layers if layer.experts is not None] if step is not None else []
-        known = {one.module: one for one in found if one.module in changed and one.takes_many}
+        known = {one.module: changed[one.module] for one in found if one.module in changed and one.takes_many}
         return known if len(known) == len(changed) and all(expert_table.why_not(one) is None for one in changed.values()) else {}
 
     def _new(
-        self, places: Sequence[lora.PlainPlace], source: Tensor, experts: Mapping[nn.Module, Experts], holders: lora.Holders,
-        name: str, *, has_towers: bool,
+        self, places: Sequence[lora.PlainPlace], source: Tensor, experts: Mapping[nn.Module, ExpertsAdapter], *, has_towers: bool
     ) -> PromptLayout:  # fmt: skip
         while len(self._held) >= MOST_LAYOUTS:
             self._drop()
         buffer = torch.empty_like(source)
-        slots, first = ExpertSlots(experts, source.device, 1), torch.zeros(1, dtype=torch.int32, device=source.device)
-        slots.cover(holders, name)
-        stand_ins = {module: StandIn(vars(module)["adapters"][name]) for module in experts}
+        slots = AdapterSlots.of_experts(experts, self.model.adapter_store, source.device)
+        stand_ins = {module: StandIn(one, slots.expert_args(module, 1)) for module, one in experts.items()}
         own_name = f"\0prompt layout {next(_NUMBERS)}"
         layout = PromptLayout(own_name, buffer, has_towers, slots, stand_ins, [one.leaf for one in places])
         for module, stand_in in stand_ins.items():
             vars(module)["adapters"][own_name] = stand_in
-            tables = slots.args(module, first)
-            assert tables is not None
-            experts[module].tables[stand_in] = tables
         for one in places:
             wide, high, rank = one.leaf.in_features, one.leaf.out_features, one.rank
             A = buffer.as_strided((rank, wide), (wide, 1), one.A_start)

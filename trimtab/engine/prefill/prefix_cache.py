@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from trimtab.engine.kv.prefix_layout import CopyBuffer, Layout, RowViews, copy, 
 from trimtab.engine.kv.prefix_store import Match, PrefixKey, PrefixStore, scope_of
 from trimtab.engine.kv.recurrent import RecurrentLayer, set_states
 from trimtab.engine.kv.sequence import Inputs, PrefillState, Reuse, TokenSequence
+from trimtab.engine.lora.store import Place
 from trimtab.engine.passes import attention as hf_attention
 from trimtab.engine.prefill import encoder_cache
 from trimtab.engine.prefill.rows import Rows
@@ -402,15 +402,20 @@ class Prefixes:
                 layer.cumulative_length = match.tokens
         return prompt_states
 
-    def encoders(self, prompt: PrefillState, *, is_counted: bool = True) -> AbstractContextManager[None]:
-        """Return a context in which the towers return the kept outputs for a prompt's images and audio. is_counted: False where
-        their look-ups have been counted."""
+    def encoders(self, prompt: PrefillState, counts: Counter[str]) -> dict[Place, object]:
+        """Return the functions of towers that return the kept outputs for a prompt's images and audio. counts: what a pass with
+        them counts, for `count_media`."""
         cache, inputs, row = self.cache, prompt.inputs, prompt.row
         if cache is None or row.client is None or not inputs.marks or self._is_gone(row.adapter) or self.batch.is_invariant:
-            return nullcontext()
+            return {}
         cache.learn(self.batch.cache)
         scope = cache.scope(row.client, self.model.tower_content(row.adapter))
-        return encoder_cache.encoders(self.model.hf_model, cache, scope, inputs, is_counted=is_counted)
+        return encoder_cache.encoders(self.model.hf_model, cache, scope, inputs, counts)
+
+    def count_media(self, counts: Counter[str]) -> None:
+        """Count the look-ups of a pass. A pass that ends by an error runs again, and is counted then."""
+        if self.cache is not None:
+            self.cache.encoder_counts.update(counts)
 
     # Keeping ----------------------------------------------------------------------------------------------------------
 

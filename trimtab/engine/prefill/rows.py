@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from trimtab.engine.kv.sequence import PrefillState, RowPages, TokenSequence
 from trimtab.engine.layers.context import EngineContext
 from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.lora.store import HeldAdapter
+from trimtab.engine.lora.store import HeldAdapter, Place
 from trimtab.engine.memory.shared_pool import PrefillMemoryPool
 from trimtab.engine.passes.chunk_forward import Chunk, ChunkForward
 from trimtab.engine.passes.media_embeddings import Media
@@ -121,7 +122,9 @@ class PrefixUse(Protocol):
 
     def piece_done(self, prompt: PrefillState) -> None: ...
 
-    def encoders(self, prompt: PrefillState, *, is_counted: bool = True) -> AbstractContextManager[None]: ...
+    def encoders(self, prompt: PrefillState, counts: Counter[str]) -> dict[Place, object]: ...
+
+    def count_media(self, counts: Counter[str]) -> None: ...
 
 
 class TowerUse(Protocol):
@@ -131,7 +134,9 @@ class TowerUse(Protocol):
 
     def has_embeddings(self, prompt: PrefillState) -> bool: ...
 
-    def embedded(self, prompt: PrefillState, start: int, end: int) -> AbstractContextManager[None]: ...
+    def embedded(self, prompt: PrefillState, start: int, end: int) -> dict[Place, object]: ...
+
+    def drop_embeddings(self, prompt: PrefillState) -> None: ...
 
     def with_towers(self, prompt: PrefillState, compute: Callable[[], T], *, is_counted: bool = True) -> T: ...
 

@@ -27,7 +27,7 @@ def layers_of(prompts: Passes, forward: ChunkForward, key: Hashable = None, name
         columns = adapter_columns.choose_kept(prompts.model, prompts.kernels(), groups, prompts.fall_back)
         prompts.firsts = ChunkLayers(step, forward.first_shared, columns)
     prompts.firsts.forget()
-    prompts.firsts.adds_experts = step.kernels.experts is not None and hold(step.layers, store.selection.name)
+    prompts.firsts.adds_experts = step.kernels.experts is not None and hold(step.layers, store)
     if (columns := prompts.firsts.columns) is not None:
         columns.weights.hold(key, None if key is None else store.selection.name, (name, prompts.serial_of(name)))
     return prompts.firsts.forward

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +13,7 @@ from trimtab.engine.chat.prompt import check_fits
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv import sequence
 from trimtab.engine.kv.sequence import Inputs, PrefillState, text_of
+from trimtab.engine.lora.store import covered
 from trimtab.engine.prefill import last_token as open_prompts
 from trimtab.engine.prefill.rows import PrefillContext, Rows
 from trimtab.engine.towers.pieces import PausedError
@@ -107,7 +107,8 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
         prompt.begin_chunk(0)
         return True
     # An image or audio clip is in one pass with its tokens, unless its towers were computed before.
-    is_embedded = prompt.inputs.has_media and batch.prompts.tower_passes.has_embeddings(prompt)
+    towers = batch.prompts.tower_passes
+    is_embedded = prompt.inputs.has_media and towers.has_embeddings(prompt)
     is_whole = prompt.inputs.has_media and not start and not is_embedded
     cache = prompt.cache if prompt.cache is not None else hf_slots.prompt_cache(model.hf_model, batch.cache.kv)
     chunk = model.prefill_tokens or count
@@ -123,13 +124,15 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
 
     try:
         if is_whole:
-            output = batch.prompts.tower_passes.with_towers(prompt, compute)
+            output = towers.with_towers(prompt, compute)
         else:
-            with batch.prompts.tower_passes.embedded(prompt, start, end) if is_embedded else nullcontext():
+            with covered(towers.embedded(prompt, start, end) if is_embedded else {}):
                 output = compute()
     except PausedError:
         prompt.begin_chunk(0)
         return False
+    if is_embedded and end == count:
+        towers.drop_embeddings(prompt)
     logits = output.logits[0, -1].float() if end == count else None
     prompt.end_chunk(end, logits=logits, offset=sequence.read_offset(model.hf_model) if is_whole else None)
     return end == last

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -14,7 +15,7 @@ from torch import Tensor
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv import sequence
 from trimtab.engine.kv.sequence import PrefillState
-from trimtab.engine.lora.store import covered
+from trimtab.engine.lora.store import Place, covered
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.engine.memory.shared_pool import PrefillMemoryPool
 from trimtab.engine.passes.media_embeddings import Media, looking_ahead, media_of
@@ -52,15 +53,15 @@ class TowerPasses:
         key = self.prompts.layouts.set_towers(prompt.row.adapter)
         sequence.reset_offset(self.prompts.model.hf_model)
         ops, room = self.prompts.tower_ops(), self._room()
+        prefixes, counts = self.prompts.batch.prefixes, Counter[str]()
         try:
             with (
                 torch.no_grad(),
                 nullcontext() if room is None else room.using(),
                 ops,
                 self.prompts.towers.running(*key, is_busy=is_busy, pieces=pieces),
-                self.prompts.batch.prefixes.encoders(prompt),
             ):
-                media = media_of(self.prompts.model.hf_model, prompt.inputs.tensors)
+                media = media_of(self.prompts.model.hf_model, prompt.inputs.tensors, prefixes.encoders(prompt, counts))
         except PausedError:
             self.paused[prompt] = pieces
             if room is not None:
@@ -76,6 +77,7 @@ class TowerPasses:
             self.prompts.towers.stop_cutting()
             self.prompts.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
         else:
+            prefixes.count_media(counts)
             if room is not None:
                 media = _copied(media)
                 sequence.copy_offset(self.prompts.model.hf_model)
@@ -108,9 +110,9 @@ class TowerPasses:
         """Whether a prompt's towers are complete, and transformers' passes of its chunks take their embeddings from here."""
         return prompt in self._embeddings
 
-    @contextmanager
-    def embedded(self, prompt: PrefillState, start: int, end: int) -> Iterator[None]:
-        """Let transformers' pass of a chunk decode the embeddings that the towers' pass has made of its tokens.
+    def embedded(self, prompt: PrefillState, start: int, end: int) -> dict[Place, object]:
+        """Return the decoder's forward for transformers' pass of a chunk: of the embeddings that the towers' pass has made of its
+        tokens.
 
         Errors: RequestError if the prompt's adapter was unloaded since then.
         """
@@ -123,10 +125,11 @@ class TowerPasses:
         def decode(**kwargs: object) -> object:
             return inner(**kwargs | {"inputs_embeds": embeddings[:, start:end]})
 
-        with covered({decoder: decode}):
-            yield
-        if end == embeddings.shape[1]:
-            del self._embeddings[prompt]
+        return {decoder: decode}
+
+    def drop_embeddings(self, prompt: PrefillState) -> None:
+        """Forget the embeddings of a prompt whose last chunk was computed."""
+        del self._embeddings[prompt]
 
     def with_towers(self, prompt: PrefillState, compute: Callable[[], T], *, is_counted: bool = True) -> T:
         """Return the result of `compute`: transformers' pass of a whole prompt with media. On a CPU the towers are computed in
@@ -135,11 +138,14 @@ class TowerPasses:
 
         Errors: PausedError if the pass continues in the next piece; then nothing of the decoder has run.
         """
+        prefixes, counts = self.prompts.batch.prefixes, Counter[str]()
         if self.prompts.device.type != "cpu" or not self.prompts.towers.may_cut:
             paused = self.paused.pop(prompt, None)  # not None if another prompt has ended the cutting in between
             is_counted = is_counted and not (paused is not None and paused.is_done)
-            with self.prompts.batch.prefixes.encoders(prompt, is_counted=is_counted):
-                return compute()
+            with covered(prefixes.encoders(prompt, counts if is_counted else Counter())):
+                output = compute()
+            prefixes.count_media(counts)
+            return output
         pieces, decoder = self._begin_pieces(prompt), self.prompts.model.hf_model.get_decoder()
         is_counted = is_counted and not pieces.is_done
         inner = decoder.forward
@@ -156,17 +162,21 @@ class TowerPasses:
         try:
             with (
                 self.prompts.towers.running(None, pieces.serial, is_busy=bool(self.prompts.batch.active), pieces=pieces),
-                self.prompts.batch.prefixes.encoders(prompt, is_counted=is_counted),
-                covered({decoder: decode}),
+                covered({**prefixes.encoders(prompt, counts if is_counted else Counter()), decoder: decode}),
             ):
-                return compute()
-        except PausedError:
+                output = compute()
+        except PausedError as exc:
+            if isinstance(exc, TowersDoneError):  # only the decoder is left
+                prefixes.count_media(counts)
             if prompt not in self._embeddings:
                 self.paused[prompt] = pieces
             raise
         except (NotKeptError, OtherInputsError) as exc:
             self.prompts.towers.stop_cutting()
             self.prompts.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
+        else:
+            prefixes.count_media(counts)
+            return output
         cache = hf_slots.prompt_cache(self.prompts.model.hf_model, self.prompts.batch.cache.kv)
         prompt.begin_chunk(prompt.chunk_tokens, cache=cache)
         return self.with_towers(prompt, compute, is_counted=is_counted)
