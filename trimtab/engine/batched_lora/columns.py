@@ -2,7 +2,7 @@
 
     columns = choose(model, kernels, fall_back)                # over weights that a product unpacks
     columns = choose_kept(model, kernels, groups, fall_back)   # over weights that the plan keeps unpacked
-    columns.matmul()                                           # a line of a MatmulTable: base and adapter in one product
+    kernels.matmul(layers, columns.operands)                   # a line of a MatmulTable: base and adapter in one product
 
 v = scale * (A x) is computed in float32. v and B enter the product as bfloat16 parts, hi(v) = v rounded and lo(v) = v - hi(v)
 rounded: hi(v) hi(B) + lo(v) hi(B) + hi(v) lo(B) is v B up to about 2^-17 of it, so a rank takes three columns. Layers that read
@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from trimtab.engine.batched_lora.table import groups_of, rank_of, why_not_plain
 from trimtab.engine.cuda.check_cache import KeptChecks
-from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
+from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
@@ -230,13 +230,13 @@ class KeptWeights:
         return lambda: part
 
 
-# The products --------------------------------------------------------------------------------------------------------
+# The operands of products ------------------------------------------------------------------------------------------
 
 Weights = TypeVar("Weights", bound=ColumnWeights)
 
 
 class Columns(Generic[Weights]):
-    """Products of layers with their adapters inside, for one model's prompts. groups: of layers over one input."""
+    """Inputs and weights of products with the layers' adapters inside, for one model's prompts. groups: of layers over one input."""
 
     def __init__(self, weights: Weights, groups: Sequence[Sequence[Leaf]], module: nvrtc.Module, device: torch.device) -> None:
         self.weights, self.module = weights, module
@@ -246,24 +246,20 @@ class Columns(Generic[Weights]):
         # The last extended input while layers of its group are still to run: x, its version, its order and adapters, the result.
         self._last: tuple[weakref.ref[Tensor], int, tuple[object, ...], Tensor] | None = None
 
-    def matmul(self) -> Matmul[LayerProduct]:
-        """Return the way to compute base and adapter of the layers as one product. Call `forget` after each pass."""
-        return Matmul("columns", self.groups, self.product, LEAST_TOKENS, MOST_TOKENS, has_adapter=True)
-
     def forget(self) -> None:
         """Drop the extended input of a pass that has ended."""
         self._last = None
 
-    def product(self, layers: Leaf | Sequence[Leaf], x: Tensor) -> Tensor | None:
-        """Return the output [..., D_out] of a layer, or of all layers of a group side by side, with their adapters; None where
-        another way computes it."""
+    def operands(self, layers: Leaf | Sequence[Leaf], x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the extended input [n, K] and weight [D_out, K] of a layer, or of all layers of a group side by side; None where
+        the adapters are added otherwise. Call `forget` after each pass."""
         leaves = (layers,) if isinstance(layers, Leaf) else tuple(layers)
         store = leaves[0].adapter_store
         name = store.selection.name
-        if name is None or store.table is not None or x.dtype != torch.bfloat16:
+        if name is None or store.table is not None or x.dtype != torch.bfloat16 or leaves[0] not in self.groups:
             return None
         flat = x.reshape(-1, x.shape[-1])
-        if flat.stride(1) != 1 or flat.stride(0) % 8 or flat.data_ptr() % 16:
+        if not LEAST_TOKENS <= len(flat) <= MOST_TOKENS or flat.stride(1) != 1 or flat.stride(0) % 8 or flat.data_ptr() % 16:
             return None
         # Whether a tensor that counts no versions was changed in between is not known.
         inside = inside_of(leaves if x.is_inference() else self.groups[leaves[0]], name)
@@ -271,8 +267,7 @@ class Columns(Generic[Weights]):
             return None
         packed = leaves[0].packed() if isinstance(self.weights, DequantizedWeights) else None
         extended = self._extended(x, flat, tuple(inside.values()), packed, is_last=list(inside)[-1] in leaves)
-        y = functional.linear(extended, weight(), leaves[0].bias)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return extended, weight()
 
     def _extended(
         self, x: Tensor, flat: Tensor, adapters: tuple[lora.LinearAdapter, ...], packed: Packed | None, *, is_last: bool
@@ -300,7 +295,7 @@ class Columns(Generic[Weights]):
 def choose(
     model: EngineContext, kernels: PromptKernels, fall_back: Callable[[str, str], None]
 ) -> Columns[DequantizedWeights] | None:  # fmt: skip
-    """Return the products over weights that each of them unpacks, None where they are not possible, not right or not faster on this
+    """Return the columns of weights that each product unpacks, None where they are not possible, not right or not faster on this
     card.
 
     fall_back: called with the reason and the name if they could be but are not used.
@@ -330,8 +325,8 @@ def choose(
 def choose_kept(
     model: EngineContext, kernels: PromptKernels, groups: Sequence[Sequence[Leaf]], fall_back: Callable[[str, str], None]
 ) -> Columns[KeptWeights] | None:  # fmt: skip
-    """Return the products over weights that the plan keeps unpacked, None where these have no columns or where a product is not
-    right on this card. groups: of layers over one input; fall_back: as above."""
+    """Return the columns of weights that the plan keeps unpacked, None where these have none or where a product is not right on this
+    card. groups: of layers over one input; fall_back: as above."""
     unpacked, module = model.unpacked, kernels.module
     if unpacked is None or not unpacked.columns or module is None or not kernels.adds:
         return None
@@ -424,10 +419,10 @@ def wrong_kept(module: nvrtc.Module, *, tokens: Sequence[int] = (17, 130)) -> st
             wanted.append(y)
         weights.hold(name, name, None)
         store.select(Selection(name))
-        made, expected = columns.product(layers, x), torch.cat(wanted, dim=1)
-        if made is None:
-            return f"{what}: no product"
-        if (error := relative_error(made, expected)) >= LARGEST_ERROR:
+        made, expected = MatmulTable(unpacked.matmul(columns=columns.operands)).product(layers, x), torch.cat(wanted, dim=1)
+        if made is None or not made[1]:
+            return f"{what}: no product with adapters"
+        if (error := relative_error(made[0], expected)) >= LARGEST_ERROR:
             return f"{what}: relative error {error:.1e}"
         if bool(columns.counts.any()):
             return f"{what}: counts are left"

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda.check_cache import KeptChecks
-from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
+from trimtab.engine.formats.matmul_table import Columns, LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize, dequantize_at
 from trimtab.engine.kernels import layouts
@@ -255,13 +255,15 @@ class PromptKernels:
     measured_us: Times = field(default_factory=dict)
     _weights: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
-    def matmul(self, leaves: Collection[Leaf]) -> Matmul[LayerProduct] | None:
+    def matmul(self, leaves: Collection[Leaf], columns: Columns | None = None) -> Matmul[LayerProduct] | None:
         """Return the way to multiply many rows with a weight that is unpacked here, into memory that all of them share; None where
-        it is not used."""
-        return Matmul("dequantized", set(leaves), self.product, LEAST_TOKENS) if self.unpacks else None
+        it is not used. columns: unpacks it with adapters."""
+        return Matmul("dequantized", set(leaves), self.product, LEAST_TOKENS, columns=columns) if self.unpacks else None
 
-    def product(self, leaf: Leaf, x: Tensor) -> Tensor | None:
-        """Return a layer's product [..., D_out], None where the kernel does not know x or the weight."""
+    def product(self, leaf: Leaf, x: Tensor, weight: Tensor | None = None) -> Tensor | None:
+        """Return a layer's product [..., D_out], None where the kernel does not know x or the weight. weight: that with columns."""
+        if weight is not None:
+            return functional.linear(x, weight, leaf.bias)
         if x.dtype not in _TYPES:
             return None
         packed = leaf.packed()
@@ -274,8 +276,7 @@ class PromptKernels:
         if packed.static_scales is None:
             return functional.linear(layouts.in_order(x, packed, self.module), weight, leaf.bias)
         own = layouts.round_to_8(x.reshape(-1, x.shape[-1]), [packed], self.module, is_input=True)
-        y = layouts.round_to_8(functional.linear(own, weight, leaf.bias), [packed], self.module, is_input=False)
-        return y.view(*x.shape[:-1], -1)
+        return layouts.round_to_8(functional.linear(own, weight, leaf.bias), [packed], self.module, is_input=False)
 
     def reserve(self, leaves: Sequence[Leaf], *, columns: int = 0) -> None:
         """Make room for the largest weight with this many columns behind each row; a capture must find it there."""
