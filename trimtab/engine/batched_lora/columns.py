@@ -236,7 +236,7 @@ Weights = TypeVar("Weights", bound=ColumnWeights)
 
 
 class Columns(Generic[Weights]):
-    """Inputs and weights of products with the layers' adapters inside, for one model's prompts. groups: of layers over one input."""
+    """Operands of products with the layers' adapters inside, for one model's prompts. groups: of layers over one input."""
 
     def __init__(self, weights: Weights, groups: Sequence[Sequence[Leaf]], module: nvrtc.Module, device: torch.device) -> None:
         self.weights, self.module = weights, module
@@ -325,7 +325,7 @@ def choose(
 def choose_kept(
     model: EngineContext, kernels: PromptKernels, groups: Sequence[Sequence[Leaf]], fall_back: Callable[[str, str], None]
 ) -> Columns[KeptWeights] | None:  # fmt: skip
-    """Return the columns of weights that the plan keeps unpacked, None where these have none or where a product is not right on this
+    """Return the columns of weights that the plan keeps unpacked, None where these have none or a product is not right on this
     card. groups: of layers over one input; fall_back: as above."""
     unpacked, module = model.unpacked, kernels.module
     if unpacked is None or not unpacked.columns or module is None or not kernels.adds:

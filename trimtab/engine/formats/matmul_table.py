@@ -54,8 +54,8 @@ class MatmulTable(Generic[Run]):
         return next(self.ways(layer, rows), None)
 
     def product(self: MatmulTable[LayerProduct], layers: object, x: Tensor) -> tuple[Tensor, bool] | None:
-        """Return the output [..., D_out] of a layer, or of layers over one input side by side, and whether their adapters are in it;
-        None where the layer's own product computes it."""
+        """Return the output [..., D_out] of a layer, or of layers over one input side by side, and whether their adapters are in
+        it; None where the layer's own product computes it."""
         for way in self.ways(layers[0] if isinstance(layers, Sequence) else layers, x.numel() // x.shape[-1]):
             operands = None if way.columns is None else way.columns(layers, x)
             if (y := way.run(layers, *(operands or (x,)))) is not None:

@@ -373,7 +373,8 @@ class PrefillRunner:
         table = MatmulTable(
             None if unpacked is None else unpacked.matmul(),
             many_rows.matmul(self.four_bit, self.batch.steps.kernels.rows, least=least, most=many_rows.PAYING_ROWS),
-            kernels.matmul(self.four_bit, None if columns is None else columns.operands), *self.batch.steps.kernels.head_matmuls(self.model.hf_model),
+            kernels.matmul(self.four_bit, None if columns is None else columns.operands),
+            *self.batch.steps.kernels.head_matmuls(self.model.hf_model),
         )  # fmt: skip
         try:
             with self._short.step(matmuls=table):
