@@ -24,14 +24,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.engine.batched_lora.table import groups_of, rank_of, why_not_plain
-from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.gemm4 import PAYING_ROWS
-from trimtab.engine.kernels.selfcheck import KernelFamily, Times, random_values, relative_error
+from trimtab.engine.kernels.selfcheck import KernelFamily, pair_us, random_values, relative_error
 from trimtab.engine.layers.leaves import Leaf, ResidentLeaf, UnpackedWeights
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore, Selection
@@ -311,15 +310,16 @@ def choose(
     packed, module = leaf.packed(), kernels.module
     columns = Columns(DequantizedWeights(kernels), list(groups_of(leaves).values()), module, model.device)
 
-    def check(module: nvrtc.Module, times: Times) -> str | None:
-        why = wrong(packed, room, module)
-        return why or prompt_kernels.why_slower(times, NAME, *runs([packed], room, columns.counts, kernels), model.device)
-
-    key = (leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(packed.parts), kernels.adds)
-    is_used = _is_used(KernelFamily(NAME, lambda: module, check, key), kernels, model.device, fall_back)
+    _, why = KernelFamily(
+        NAME, (leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(packed.parts), kernels.adds), lambda: module,
+        lambda module: wrong(packed, room, module),
+        measure=lambda _: {NAME: pair_us(*runs([packed], room, columns.counts, kernels), model.device)},
+    ).choose_alone(model.device, kernels.measured_us)  # fmt: skip
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the tensors of checks and timings are free
-    return columns if is_used else None
+    if why is not None:
+        fall_back(why, NAME)
+    return columns if why is None else None
 
 
 def choose_kept(
@@ -330,20 +330,12 @@ def choose_kept(
     unpacked, module = model.unpacked, kernels.module
     if unpacked is None or not unpacked.columns or module is None or not kernels.adds:
         return None
-    family = KernelFamily(NAME_KEPT, lambda: module, lambda module, _: wrong_kept(module), ())
-    if not _is_used(family, kernels, model.device, fall_back):
+    _, why = KernelFamily(NAME_KEPT, (), lambda: module, lambda module: wrong_kept(module)).choose_alone(model.device, {})
+    if why is not None:
+        fall_back(why, NAME_KEPT)
         return None
     weights = KeptWeights(unpacked, groups, module)
     return Columns(weights, weights.groups, module, model.device)
-
-
-def _is_used(family: KernelFamily, kernels: PromptKernels, device: torch.device, fall_back: Callable[[str, str], None]) -> bool:
-    checks, left_out = KeptChecks.of(device), dict[str, str]()
-    module = family.choose(checks, left_out, kernels.measured_us, device)
-    checks.save()
-    for name, why in left_out.items():
-        fall_back(why, name)
-    return module is not None
 
 
 def wrong(
