@@ -211,6 +211,10 @@ TABLE = (
         {"engine/kernels/device_kernels.py:DeviceKernels.tune": "autotune.tune of a model's products"},
     ),
     Ways(
+        "choosers", "a kernel is used, or left out, on a card", 1, 1, r"= reason_of\(exc\b",
+        {"engine/kernels/selfcheck.py:KernelFamily": "compiled, known to the kernel, right, faster"},
+    ),
+    Ways(
         "pass_contexts", "modules are changed for a pass (context managers)", 4, 1,
         r"(?s)(@contextmanager|-> AbstractContextManager).*(\bcovered\(|\.applying\(|short\w*\.step\()"
         r"|finally:.*(vars\(\w+\)|__dict__)(\[.*\] = |\.pop\()|finally:.*\.(forward|applier|matmuls) = ",
