@@ -110,7 +110,7 @@ class KernelFamily:
 
 
 def first_reason(reasons: Iterable[str | None]) -> str | None:
-    """Return the first that is one; those behind it are not asked for."""
+    """Return the first that is one; those behind it are not computed."""
     return next((one for one in reasons if one is not None), None)
 
 
