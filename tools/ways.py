@@ -135,7 +135,7 @@ TABLE = (
     ),
     Ways(
         "lora_ways", "a LoRA is added", 4, 4,
-        r"def apply\(self, \w+: \w+, (x|ids)\b|has_adapter=True|linear\((low\b|[\w.]*linear\()|lora_tables\(|ExpertSlots\("
+        r"def apply\(self, \w+: \w+, (x|ids)\b|def operands\(|linear\((low\b|[\w.]*linear\()|lora_tables\(|ExpertSlots\("
         r"|\.linear\.apply\(",
         {
             "engine/lora/store.py:EagerAdapters": "PEFT's operations; of an expert, after its product",
@@ -162,25 +162,23 @@ TABLE = (
     Ways(
         "matmul_ways", "a 4-bit weight is multiplied", 5, 4,
         r"(?m)\bMatmul\('|^def \w*shell\(|-> Shell:|"
-        r"linear\([^\n]*(dequantize|unpack)|^def (experts|linear)\((?!self)|weight = self\._weight\(",
+        r"linear\([^\n]*(dequantize|unpack)|^def (experts|linear)\((?!self)|[^_]shell\(.*\)\(",
         {
             "engine/kernels/gemv4.py:matmul": "packed, a few rows",
             "engine/kernels/gemm4.py:matmul": "packed, more rows",
-            "engine/kernels/dequantize.py:PromptKernels.matmul": "dequantized for a product",
-            "engine/layers/leaves.py:UnpackedWeights.matmul": "kept unpacked",
-            "engine/batched_lora/columns.py:Columns.matmul": "either of these, with columns of an adapter",
+            "engine/kernels/dequantize.py:PromptKernels.matmul": "dequantized for a product, with or without an adapter's columns",
+            "engine/layers/leaves.py:UnpackedWeights.matmul": "kept unpacked, with or without an adapter's columns",
             "engine/formats/weights.py:shell": "by the format's own library, or dequantized by torch",
             "engine/kernels/experts.py:experts": "chosen experts, packed",
-            "engine/lora/experts.py:_Forward._product": "one expert after the other, dequantized by torch",
         },
         {
             "engine/families/step.py:FusedStep": "gemv4, gemm4 and kept, of layers over one input",
-            "engine/families/chunk.py:ChunkLayers": "columns and kept, of layers over one input",
             "engine/kernels/gemm4.py:linear": "gemm4",
             "engine/formats/bitsandbytes.py:shell": "a format of weights.shell",
             "engine/formats/mobile.py": "a format of weights.shell", "engine/formats/packed.py": "formats of weights.shell",
             "engine/formats/weights.py:_plain_shell": "16 bits", "engine/formats/weights.py:unpacked_shell": "kept, on a CPU",
             "engine/batched_lora/columns.py:runs": "times columns",
+            "engine/lora/experts.py:_Forward._product": "weights.shell of one expert after the other",
         },
     ),
     Ways(
@@ -216,6 +214,10 @@ TABLE = (
         "tuners", "a launch is tuned", 1, 1, r"^def tune\(",
         {"engine/kernels/autotune.py:tune": "times configurations on the card"},
         {"engine/kernels/device_kernels.py:DeviceKernels.tune": "autotune.tune of a model's products"},
+    ),
+    Ways(
+        "choosers", "a kernel is used, or left out, on a card", 1, 1, r"= reason_of\(exc\b",
+        {"engine/kernels/selfcheck.py:KernelFamily": "compiled, known to the kernel, right, faster"},
     ),
     Ways(
         "pass_contexts", "modules are changed for a pass (context managers)", 4, 1,

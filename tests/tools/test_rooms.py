@@ -112,10 +112,11 @@ def test_a_way_that_no_table_names_is_found(monkeypatch):
         "doctor/new.py:text": "f'### {title}'",
         "engine/new.py:other": "hf_model(**x)",
         "serve/new.py:load": "Llama.from_pretrained(x)",
+        "engine/new.py:kernel": "why = reason_of(exc, device)",
     }
     monkeypatch.setattr(ways, "definitions", lambda: tuple(by_hand.items()))
-    found = [one.unnamed() for one in ways.TABLE if one.key in ("prompt_ways", "renderers", "stock_loaders")]
-    assert found == [["engine/new.py:other"], ["doctor/new.py:text"], ["serve/new.py:load"]]
+    found = [one.unnamed() for one in ways.TABLE if one.key in ("prompt_ways", "renderers", "stock_loaders", "choosers")]
+    assert found == [["engine/new.py:other"], ["doctor/new.py:text"], ["serve/new.py:load"], ["engine/new.py:kernel"]]
     assert len(ways.TABLE[0].lost()) > 4
 
 

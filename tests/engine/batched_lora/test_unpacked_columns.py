@@ -125,9 +125,9 @@ def test_a_short_chunk_and_passes_whose_rows_look_theirs_up_do_without(columned)
     model.adapter_store.select(Selection(name))  # as in a pass
     group = next(one for one in columns.weights.groups if are_inside(one, name, inside_of(one, name)))
     x = torch.zeros(64, group[0].in_features, dtype=torch.bfloat16)
-    assert columns.product(group, x) is not None
+    assert columns.operands(group, x) is not None
     layers_of(batch.prompts, batch.prompts._forward)  # as a pass of several prompts asks for them
-    assert columns.product(group, x) is None
+    assert columns.operands(group, x) is None
 
 
 @needs_sources

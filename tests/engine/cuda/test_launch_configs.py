@@ -286,13 +286,13 @@ def test_a_cpu_keeps_nothing(card, tmp_path):
 
 
 def tried(checks, why, *, times=None, calls=None):
-    def wrong(module, us):
+    def check(module):
         calls.append(module)
-        us.update(times or {"add": (1.0, 2.0)})
         return why
 
     left_out, measured = {}, {}
-    module = KernelFamily("small", lambda: "module", wrong, ("bf16",)).choose(checks, left_out, measured)
+    family = KernelFamily("small", ("bf16",), lambda: "module", check, measure=lambda _: times or {"add": (1.0, 2.0)})
+    module = family.choose(checks, left_out, measured)
     checks.save()
     return module, left_out, measured
 
@@ -302,6 +302,31 @@ def test_kernels_that_passed_are_loaded_without_a_check_and_with_the_times_of_th
     first = tried(KeptChecks.of("cuda:0"), None, calls=calls)
     again = tried(KeptChecks.of("cuda:0"), "would be wrong", calls=calls)
     assert calls == ["module"] and first == again == ("module", {}, {"add": (1.0, 2.0)})
+
+
+def test_kernels_are_asked_whether_they_know_the_shapes_then_checked_then_timed():
+    asked, times = [], {"one": (3.0, 2.0), "two": (1.0, 1.5)}
+
+    def told(what, why):
+        return lambda module: asked.append(what) or why
+
+    def left_out(unsupported=None, wrong=None, **more):
+        asked.clear()
+        reasons, measured = {}, {}
+        family = KernelFamily(
+            "small", (), lambda: "module", told("check", wrong), told("unsupported", unsupported), told("measure", times), **more
+        )  # fmt: skip
+        module = family.choose(KeptChecks(), reasons, measured)
+        assert (module is None) == bool(reasons) and measured == (times if "measure" in asked else {})
+        return reasons.get("small"), list(asked)
+
+    assert left_out("96 values", "wrong") == ("96 values", ["unsupported"])
+    assert left_out(wrong="relative error") == ("relative error", ["unsupported", "check"])
+    slower = "slower here: 4.0 µs against bitsandbytes' 3.5 for one layer"
+    assert left_out(theirs="bitsandbytes'", of=" for one layer") == (slower, ["unsupported", "check", "measure"])
+    assert left_out(is_each=True)[0] is None  # the second is used alone
+    times["two"] = (2.0, 1.5)
+    assert left_out(is_each=True)[0] == "slower here: 3.5 µs against torch's 3.5"
 
 
 def test_kernels_that_failed_are_checked_again_each_time(card):

@@ -147,19 +147,20 @@ def test_the_kernel_writes_its_rows_alone_and_reads_strided_ones():
 def test_a_kernel_that_computes_wrongly_is_left_out(right, wrong):
     source = head8.source()
     assert right in source
-    why = head8_choice.wrong(kernel(source.replace(right, wrong)), random_head(64, 128), torch.bfloat16, lambda run: 1.0, {})
+    why = head8_choice.check(kernel(source.replace(right, wrong)), random_head(64, 128))
     assert why is not None and "relative error" in why
 
 
 @needs_compiler
-def test_a_kernel_that_is_slower_is_left_out_and_what_was_measured_is_kept():
+def test_a_kernel_that_is_slower_is_left_out_and_what_was_measured_is_kept(monkeypatch):
     head, module = random_head(64, 128), kernel()
-    measured: dict = {}
-    times = iter([3.0, 2.0])
-    why = head8_choice.wrong(module, head, torch.bfloat16, lambda run: next(times), measured)
-    assert why == "slower here: 3 µs against torch's 2" and measured == {head8.NAME: (3.0, 2.0)}
-    times = iter([3.0, 20.0])
-    assert head8_choice.wrong(module, head, torch.bfloat16, lambda run: next(times), measured) is None
+    times = iter([3.0, 2.0, 3.0, 20.0])
+    monkeypatch.setattr(head8, "load", lambda device: module)
+    monkeypatch.setattr("trimtab.engine.kernels.autotune.graph_us", lambda run, device: next(times))
+    for theirs, used, why in ((2.0, None, "slower here: 3.0 µs against torch's 2.0"), (20.0, module, None)):
+        measured: dict = {}
+        found = head8_choice.family(head, torch.bfloat16).choose_alone(head.q.device, measured)
+        assert found == (used, why) and measured == {head8.NAME: (3.0, theirs)}
     found = head8_choice.measure(module, head, lambda run: (run(), 5.0)[1], weight=torch.randn(64, 128))
     assert found == {head8.NAME: (5.0, 5.0), "whole head": (5.0, 5.0)}
 

@@ -208,8 +208,12 @@ def test_an_adapter_is_added_once_and_a_failed_pass_leaves_no_table():
     change = X.sum(-1, keepdim=True).expand(1, 3, 4)
     with store.applying(None, MatmulTable(Matmul("kept", {leaf}, value(2)))):
         assert torch.equal(leaf(X), 2 + change)
-    with store.applying(None, MatmulTable(Matmul("columns", {leaf}, value(2), has_adapter=True))):
-        assert torch.equal(leaf(X), torch.full((1, 3, 4), 2.0))
+    # With columns both operands are theirs, and the adapter is inside; without it is added behind the same product.
+    weight, with_columns = torch.ones(4, 8), (torch.ones(3, 9), torch.ones(4, 9))
+    for operands, wanted in ((with_columns, torch.full((1, 3, 4), 9.0)), (None, X @ weight.T + change)):
+        way = Matmul("kept", {leaf}, lambda _, x, w=weight: x @ w.T, columns=lambda *_, operands=operands: operands)
+        with store.applying(None, MatmulTable(way)):
+            assert torch.equal(leaf(X), wanted)
     with pytest.raises(KeyboardInterrupt), store.applying(None, MatmulTable()):
         raise KeyboardInterrupt
     assert store.matmuls is None and torch.equal(leaf(X), functional.linear(X, torch.eye(4, 8)) + change)

@@ -343,13 +343,15 @@ def test_measuring_runs_every_kernel_and_its_torch_path():
 @on_cpu
 def test_ends_that_are_wrong_or_slow_are_left_out_by_name(monkeypatch):
     packed = SimpleNamespace(kind="nf4", shape=(64, 64), blocks=(64,), parts={})
-    leaf = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16, packed=lambda: packed, quant_kind="nf4")
+    leaf = SimpleNamespace(
+        device=torch.device("cpu"), dtype=torch.bfloat16, packed=lambda: packed, quant_kind="nf4", in_features=64
+    )
     times = iter([1.0, 9.0] * 3 + [9.0, 1.0] * 3)
     monkeypatch.setattr(kernels.tuning, "graph_us", lambda call, device, calls: next(times))
-    monkeypatch.setattr(kernels.fused, "load", lambda device: "small")
-    monkeypatch.setattr(kernels, "_wrong_small", lambda *args: None)
-    monkeypatch.setattr(kernels.matvec, "load", lambda *args: "products")
-    monkeypatch.setattr(kernels, "_wrong_products", lambda *args: None)
+    own = kernels.KernelFamily.choose
+    monkeypatch.setattr(
+        kernels.KernelFamily, "choose", lambda self, *given: own(self, *given) if self.name == kernels.ENDS else self.name
+    )
     source = ends.source()
     for changed, why in (
         (source, None),
@@ -358,7 +360,7 @@ def test_ends_that_are_wrong_or_slow_are_left_out_by_name(monkeypatch):
     ):
         monkeypatch.setattr(kernels.ends, "load", lambda device, changed=changed: cpu_module(source=changed))
         chosen = kernels._choose([[[leaf]]], [], SIZES)
-        assert chosen.small == "small" and (chosen.ends is None) == (why is not None)
+        assert chosen.small == kernels.SMALL and (chosen.ends is None) == (why is not None)
         assert (why is None and not chosen.left_out) or why in chosen.left_out[kernels.ENDS]
     assert kernels._choose([[[leaf]]], [], None).ends is None
 

@@ -189,7 +189,7 @@ def test_what_a_model_has_no_layers_for_is_no_fallback_and_is_not_checked_again(
         monkeypatch.setattr(prompt_kernels, name, lambda *given, name=name: checked.append(name))
     for name in ("_unpack_runs", "_add_runs"):
         monkeypatch.setattr(prompt_kernels, name, lambda *given: (None, None))
-    monkeypatch.setattr(prompt_kernels, "why_slower", lambda *given: None)
+    monkeypatch.setattr(prompt_kernels, "pair_us", lambda *given: (1.0, 2.0))
     for _ in range(2):
         found = prompt_kernels.choose(model, torch.device("cuda:0"), torch.bfloat16)
         assert (found.module, found.adds, found.unpacks, found.reasons) == ("module", True, unpacks, reasons)

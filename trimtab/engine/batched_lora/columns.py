@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.engine.batched_lora.table import groups_of, rank_of, why_not_plain
-from trimtab.engine.cuda.check_cache import KeptChecks
-from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
+from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.gemm4 import PAYING_ROWS
-from trimtab.engine.kernels.selfcheck import KernelFamily, Times, random_values, relative_error
+from trimtab.engine.kernels.selfcheck import KernelFamily, pair_us, random_values, relative_error
 from trimtab.engine.layers.leaves import Leaf, ResidentLeaf, UnpackedWeights
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore, Selection
@@ -219,15 +218,16 @@ class KeptWeights:
         return lambda: part
 
 
-# The products --------------------------------------------------------------------------------------------------------
+# The operands of products ------------------------------------------------------------------------------------------
 
 Weights = TypeVar("Weights", bound=ColumnWeights)
 
 
 class Columns(Generic[Weights]):
-    """Products of layers with their adapters inside, for one model's prompts. groups: of layers over one input. [x | v] times [W |
-    B], with v = scale (A x) in float32. v and B enter as bfloat16 parts, hi(v) = v rounded and lo(v) = v - hi(v) rounded: hi(v)
-    hi(B) + lo(v) hi(B) + hi(v) lo(B) is v B up to about 2^-17. Reasons: docs/decisions/0026."""
+    """Operands of products with the layers' adapters inside, for one model's prompts. groups: of layers over one input.
+
+    [x | v] times [W | B], with v = scale (A x) in float32. v and B enter as bfloat16 parts, hi(v) = v rounded and lo(v) = v - hi(v)
+    rounded: hi(v) hi(B) + lo(v) hi(B) + hi(v) lo(B) is v B up to about 2^-17. Reasons: docs/decisions/0026."""
 
     def __init__(self, weights: Weights, groups: Sequence[Sequence[Leaf]], module: nvrtc.Module, device: torch.device) -> None:
         self.weights, self.module = weights, module
@@ -237,24 +237,20 @@ class Columns(Generic[Weights]):
         # The last extended input while layers of its group are still to run: x, its version, its order and adapters, the result.
         self._last: tuple[weakref.ref[Tensor], int, tuple[object, ...], Tensor] | None = None
 
-    def matmul(self) -> Matmul[LayerProduct]:
-        """Return the way to compute base and adapter of the layers as one product. Call `forget` after each pass."""
-        return Matmul("columns", self.groups, self.product, LEAST_TOKENS, MOST_TOKENS, has_adapter=True)
-
     def forget(self) -> None:
         """Drop the extended input of a pass that has ended."""
         self._last = None
 
-    def product(self, layers: Leaf | Sequence[Leaf], x: Tensor) -> Tensor | None:
-        """Return the output [..., D_out] of a layer, or of all layers of a group side by side, with their adapters; None where
-        another way computes it."""
+    def operands(self, layers: Leaf | Sequence[Leaf], x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the extended input [n, K] and weight [D_out, K] of a layer, or of all layers of a group side by side; None where
+        the adapters are added otherwise. Call `forget` after each pass."""
         leaves = (layers,) if isinstance(layers, Leaf) else tuple(layers)
         store = leaves[0].adapter_store
         name = store.selection.name
-        if name is None or store.table is not None or x.dtype != torch.bfloat16:
+        if name is None or store.table is not None or x.dtype != torch.bfloat16 or leaves[0] not in self.groups:
             return None
         flat = x.reshape(-1, x.shape[-1])
-        if flat.stride(1) != 1 or flat.stride(0) % 8 or flat.data_ptr() % 16:
+        if not LEAST_TOKENS <= len(flat) <= MOST_TOKENS or flat.stride(1) != 1 or flat.stride(0) % 8 or flat.data_ptr() % 16:
             return None
         # Whether a tensor that counts no versions was changed in between is not known.
         inside = inside_of(leaves if x.is_inference() else self.groups[leaves[0]], name)
@@ -262,8 +258,7 @@ class Columns(Generic[Weights]):
             return None
         packed = leaves[0].packed() if isinstance(self.weights, DequantizedWeights) else None
         extended = self._extended(x, flat, tuple(inside.values()), packed, is_last=list(inside)[-1] in leaves)
-        y = functional.linear(extended, weight(), leaves[0].bias)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return extended, weight()
 
     def _extended(
         self, x: Tensor, flat: Tensor, adapters: tuple[lora.LinearAdapter, ...], packed: Packed | None, *, is_last: bool
@@ -291,7 +286,7 @@ class Columns(Generic[Weights]):
 def choose(
     model: EngineContext, kernels: PromptKernels, fall_back: Callable[[str, str], None]
 ) -> Columns[DequantizedWeights] | None:  # fmt: skip
-    """Return the products over weights that each of them unpacks, None where they are not possible, not right or not faster on this
+    """Return the columns of weights that each product unpacks, None where they are not possible, not right or not faster on this
     card.
 
     fall_back: called with the reason and the name if they could be but are not used.
@@ -307,39 +302,32 @@ def choose(
     packed, module = leaf.packed(), kernels.module
     columns = Columns(DequantizedWeights(kernels), list(groups_of(leaves).values()), module, model.device)
 
-    def check(module: nvrtc.Module, times: Times) -> str | None:
-        why = wrong(packed, room, module)
-        return why or prompt_kernels.why_slower(times, NAME, *runs([packed], room, columns.counts, kernels), model.device)
-
-    key = (leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(packed.parts), kernels.adds)
-    is_used = _is_used(KernelFamily(NAME, lambda: module, check, key), kernels, model.device, fall_back)
+    _, why = KernelFamily(
+        NAME, (leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(packed.parts), kernels.adds), lambda: module,
+        lambda module: wrong(packed, room, module),
+        measure=lambda _: {NAME: pair_us(*runs([packed], room, columns.counts, kernels), model.device)},
+    ).choose_alone(model.device, kernels.measured_us)  # fmt: skip
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the tensors of checks and timings are free
-    return columns if is_used else None
+    if why is not None:
+        fall_back(why, NAME)
+    return columns if why is None else None
 
 
 def choose_kept(
     model: EngineContext, kernels: PromptKernels, groups: Sequence[Sequence[Leaf]], fall_back: Callable[[str, str], None]
 ) -> Columns[KeptWeights] | None:  # fmt: skip
-    """Return the products over weights that the plan keeps unpacked, None where these have no columns or where a product is not
-    right on this card. groups: of layers over one input; fall_back: as above."""
+    """Return the columns of weights that the plan keeps unpacked, None where these have none or a product is not right on this
+    card. groups: of layers over one input; fall_back: as above."""
     unpacked, module = model.unpacked, kernels.module
     if unpacked is None or not unpacked.columns or module is None or not kernels.adds:
         return None
-    family = KernelFamily(NAME_KEPT, lambda: module, lambda module, _: wrong_kept(module), ())
-    if not _is_used(family, kernels, model.device, fall_back):
+    _, why = KernelFamily(NAME_KEPT, (), lambda: module, lambda module: wrong_kept(module)).choose_alone(model.device, {})
+    if why is not None:
+        fall_back(why, NAME_KEPT)
         return None
     weights = KeptWeights(unpacked, groups, module)
     return Columns(weights, weights.groups, module, model.device)
-
-
-def _is_used(family: KernelFamily, kernels: PromptKernels, device: torch.device, fall_back: Callable[[str, str], None]) -> bool:
-    checks, left_out = KeptChecks.of(device), dict[str, str]()
-    module = family.choose(checks, left_out, kernels.measured_us, device)
-    checks.save()
-    for name, why in left_out.items():
-        fall_back(why, name)
-    return module is not None
 
 
 def wrong(
@@ -415,10 +403,10 @@ def wrong_kept(module: nvrtc.Module) -> str | None:
             wanted.append(y)
         weights.hold(name, name, None)
         store.select(Selection(name))
-        made, expected = columns.product(layers, x), torch.cat(wanted, dim=1)
-        if made is None:
-            return f"{what}: no product"
-        if (error := relative_error(made, expected)) >= LARGEST_ERROR:
+        made, expected = MatmulTable(unpacked.matmul(columns=columns.operands)).product(layers, x), torch.cat(wanted, dim=1)
+        if made is None or not made[1]:
+            return f"{what}: no product with adapters"
+        if (error := relative_error(made[0], expected)) >= LARGEST_ERROR:
             return f"{what}: relative error {error:.1e}"
         if bool(columns.counts.any()):
             return f"{what}: counts are left"

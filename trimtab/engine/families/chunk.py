@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trimtab.engine.families.decoder import DeltaNet
 from trimtab.engine.families.step import FusedStep
-from trimtab.engine.formats.matmul_table import LayerProduct, Matmul, MatmulTable
+from trimtab.engine.formats.matmul_table import LayerProduct, MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels.plain_attention import attention_torch
@@ -34,10 +34,8 @@ class ChunkLayers:
         # Whether kernels add all that the adapter of the next pass changes of experts.
         self.adds_experts = True
         self.takes_many = all(layer.experts is None or layer.experts.takes_many for layer in step.layers)
-        self.matmuls = MatmulTable[LayerProduct](
-            None if columns is None else columns.matmul(),
-            None if step.unpacked is None else Matmul("kept", step.unpacked.layers, self._kept),
-        )
+        inside = None if columns is None else columns.operands
+        self.matmuls = MatmulTable[LayerProduct](None if step.unpacked is None else step.unpacked.matmul(columns=inside))
         # The output of the layer before, and the next one's input, which the same kernel made.
         self._made: tuple[Tensor, Tensor] | None = None
 
@@ -173,21 +171,15 @@ class ChunkLayers:
     def _products(self, leaves: Sequence[Leaf], x: Tensor, rows: int) -> list[Tensor]:
         """Return [n, D_out] of each of the layers over x [n, D_in], with its adapter. Those of one product lie side by side."""
         batch = x.view(rows, -1, x.shape[-1])  # one object for all: its adapter inputs are made once
-        for way in () if leaves[0].adapter_store.table is not None else self.matmuls.ways(leaves[0], len(x)):
-            if (whole := way.run(leaves, x)) is not None:
-                parts = whole.split([leaf.out_features for leaf in leaves], dim=1)
-                if way.has_adapter:
-                    return list(parts)
-                return [
-                    leaf.adapted(batch, part.view(rows, -1, part.shape[1])).flatten(0, 1)
-                    for leaf, part in zip(leaves, parts, strict=True)
-                ]
-        return [leaf(batch).flatten(0, 1) for leaf in leaves]
-
-    def _kept(self, leaves: Sequence[Leaf], x: Tensor) -> Tensor | None:
-        """Return the product over the weights that the plan keeps unpacked, None where they are not side by side."""
-        joined = self.step.joined(leaves)
-        return None if joined is None else x @ joined.T
+        made = None if leaves[0].adapter_store.table is not None else self.matmuls.product(leaves, x)
+        if made is None:
+            return [leaf(batch).flatten(0, 1) for leaf in leaves]
+        parts = made[0].split([leaf.out_features for leaf in leaves], dim=1)
+        if made[1]:
+            return list(parts)
+        return [
+            leaf.adapted(batch, part.view(rows, -1, part.shape[1])).flatten(0, 1) for leaf, part in zip(leaves, parts, strict=True)
+        ]
 
 
 def pays(step: FusedStep, device: torch.device) -> bool:

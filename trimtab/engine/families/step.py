@@ -20,7 +20,6 @@ from trimtab.engine.kernels import delta_rule, layouts
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.engine.kv.kv_cache import BatchedKVCache
 from trimtab.engine.kv.recurrent import RecurrentLayer
 from trimtab.engine.layers.leaves import Leaf, PackedTable, ResidentLeaf, Table, packed_together, staged_in
@@ -157,9 +156,9 @@ class FusedStep:
 
     def _wrong_pages(self) -> str | None:
         """Return the error of the kernels of layers in pages; compiles them, which a capture forbids."""
-        if self.cache.pool is None or self.cache.kv != "full" or self.kernels.small is None:
+        if self.cache.pool is None or self.cache.kv != "full":
             return None
-        return fused_check.check_pages(self.kernels.small, self.decoder.shapes(full_only=True), self.dtype)
+        return self.kernels.why_no_pages(self.decoder.shapes(full_only=True), self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -203,7 +203,7 @@ def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Sh
         )
         layer.weight = bnb.nn.Int8Params(packed.parts["weight"], requires_grad=False, has_fp16_weights=False)
         layer.state.CB, layer.state.SCB = packed.parts["weight"], packed.parts["SCB"]
-    elif _begins_in_blocks(packed):
+    elif _begins_in_blocks(packed) or packed.parts["weight"].dim() == 1:  # which an expert's is
         return partial(_unpacked_product, packed, bias, compute_dtype)
     else:
         nested = "nested_absmax" in packed.parts

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from torch import Tensor
 
 # gemv4: few rows over packed weights; gemm4: more of them. kept: cuBLAS over unpacked weights that the plan keeps; dequantized:
-# over one that is unpacked for this product; columns: either of them with the adapter in further columns of the weight.
-MatmulName = Literal["gemv4", "gemm4", "kept", "dequantized", "columns"]
+# over one that is unpacked for this product.
+MatmulName = Literal["gemv4", "gemm4", "kept", "dequantized"]
 Run = TypeVar("Run")
 # Of a layer, or of the layers over one input: (layer or layers, x [..., D_in]) -> [..., D_out].
-LayerProduct = Callable[[Any, Tensor], Tensor | None]
+LayerProduct = Callable[..., Tensor | None]
+# The operands of a product with the adapters of its layers in further columns: (layer or layers, x [..., D_in]) ->
+# (input [n, K], weight [D_out, K]), None where they are not there.
+Columns = Callable[[Any, Tensor], tuple[Tensor, Tensor] | None]
 
 
 @dataclass(frozen=True, eq=False)
 class Matmul(Generic[Run]):
     """One way to multiply. layers: those that it is for, by the first of layers over one input. run: computes it, None where the
-    values of an input are not as it reads them. least, most: rows of an input. has_adapter: whether the result has the adapters."""
+    values of an input are not as it reads them. least, most: rows of an input. columns: the operands that `run` takes in place of
+    the weight and x where it can multiply with adapters too."""
 
     name: MatmulName
     layers: Container[Any]
     run: Run
     least: int = 1
     most: int = sys.maxsize
-    has_adapter: bool = False
+    columns: Columns | None = None
 
 
 class MatmulTable(Generic[Run]):
@@ -44,3 +48,12 @@ class MatmulTable(Generic[Run]):
     def first(self, layer: object, rows: int) -> Matmul[Run] | None:
         """Return the preferred way, None where the layer's own product computes it."""
         return next(self.ways(layer, rows), None)
+
+    def product(self: MatmulTable[LayerProduct], layers: object, x: Tensor) -> tuple[Tensor, bool] | None:
+        """Return the output [..., D_out] of a layer, or of layers over one input side by side, and whether their adapters are in
+        it; None where the layer's own product computes it."""
+        for way in self.ways(layers[0] if isinstance(layers, Sequence) else layers, x.numel() // x.shape[-1]):
+            operands = None if way.columns is None else way.columns(layers, x)
+            if (y := way.run(layers, *(operands or (x,)))) is not None:
+                return y.view(*x.shape[:-1], y.shape[-1]), operands is not None
+        return None

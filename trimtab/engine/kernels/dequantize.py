@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,16 +13,15 @@ from torch.nn import functional
 
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda.check_cache import KeptChecks
-from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
+from trimtab.engine.formats.matmul_table import Columns, LayerProduct, Matmul
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize, dequantize_at
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.gemv4 import LoraColumns
-from trimtab.engine.kernels.selfcheck import KernelFamily, Times, pair_us, random_values, relative_error
+from trimtab.engine.kernels.selfcheck import KernelFamily, Times, first_reason, pair_us, random_values, relative_error
 from trimtab.engine.layers.leaves import GatheredTable, Leaf, PackedTable, ResidentLeaf
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.memory.out_of_memory import reason_of
 from trimtab.formats.record import rounds_change, stored_format
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
@@ -99,24 +98,23 @@ def unpack_rows(packed: Packed, ids: Tensor, module: nvrtc.Module) -> Tensor:
 
 def read_tables(hf_model: HFModel, kernels: PromptKernels) -> None:
     """Let packed tables that the device reads give their rows by the kernel, where it is right on this card."""
-    module = kernels.module
+    if (module := kernels.module) is None:
+        return
     for table in hf_model.modules():
-        if module is None or not isinstance(table, PackedTable | GatheredTable):
-            continue
-        if table.stored is None or not can_unpack(table.stored):
+        if not isinstance(table, PackedTable | GatheredTable) or table.stored is None or not can_unpack(table.stored):
             continue
         count = len(table.stored.parts["weight"])
-        ids = torch.tensor([0, count - 1, count // 2], device=module.device)
-        try:
-            with torch.no_grad():
-                is_same = torch.equal(unpack_rows(table.stored, ids, module), dequantize_at(table.stored, ids))
-            why = None if is_same else "its kernel's values are not those of the format"
-        except Exception as exc:  # a variant that does not compile, too
-            why = reason_of(exc, module.device)
-        if why is None:
+        ids, reasons = torch.tensor([0, count - 1, count // 2], device=module.device), dict[str, str]()
+
+        def check(module: nvrtc.Module, packed: Packed = table.stored, ids: Tensor = ids) -> str | None:
+            is_same = torch.equal(unpack_rows(packed, ids, module), dequantize_at(packed, ids))
+            return None if is_same else "its kernel's values are not those of the format"
+
+        # Not kept: the check compiles its variant.
+        family = KernelFamily(f"rows of {table.module_path}", (), lambda: module, check)
+        if family.choose(KeptChecks(), reasons, {}, module.device) is not None:
             table.read = partial(unpack_rows, module=module)
-        else:
-            kernels.reasons.append((f"rows of {table.module_path}", why))
+        kernels.reasons.extend(reasons.items())
 
 
 def unpacking(packed: Packed, module: nvrtc.Module) -> tuple[nvrtc.Module, str]:
@@ -246,13 +244,15 @@ class PromptKernels:
     measured_us: Times = field(default_factory=dict)
     _weights: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
-    def matmul(self, leaves: Collection[Leaf]) -> Matmul[LayerProduct] | None:
+    def matmul(self, leaves: Collection[Leaf], columns: Columns | None = None) -> Matmul[LayerProduct] | None:
         """Return the way to multiply many rows with a weight that is unpacked here, into memory that all of them share; None where
-        it is not used."""
-        return Matmul("dequantized", set(leaves), self.product, LEAST_TOKENS) if self.unpacks else None
+        it is not used. columns: unpacks it with adapters."""
+        return Matmul("dequantized", set(leaves), self.product, LEAST_TOKENS, columns=columns) if self.unpacks else None
 
-    def product(self, leaf: Leaf, x: Tensor) -> Tensor | None:
-        """Return a layer's product [..., D_out], None where the kernel does not know x or the weight."""
+    def product(self, leaf: Leaf, x: Tensor, weight: Tensor | None = None) -> Tensor | None:
+        """Return a layer's product [..., D_out], None where the kernel does not know x or the weight. weight: that with columns."""
+        if weight is not None:
+            return functional.linear(x, weight, leaf.bias)
         if x.dtype not in _TYPES:
             return None
         packed = leaf.packed()
@@ -265,8 +265,7 @@ class PromptKernels:
         if packed.static_scales is None:
             return functional.linear(layouts.in_order(x, packed, self.module), weight, leaf.bias)
         own = layouts.round_to_8(x.reshape(-1, x.shape[-1]), [packed], self.module, is_input=True)
-        y = layouts.round_to_8(functional.linear(own, weight, leaf.bias), [packed], self.module, is_input=False)
-        return y.view(*x.shape[:-1], -1)
+        return layouts.round_to_8(functional.linear(own, weight, leaf.bias), [packed], self.module, is_input=False)
 
     def reserve(self, leaves: Sequence[Leaf], *, columns: int = 0) -> None:
         """Make room for the largest weight with this many columns behind each row; a capture must find it there."""
@@ -309,40 +308,42 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
     """
     if device.type != "cuda" or dtype not in _TYPES:
         return PromptKernels()
-    try:
-        module = load(device)
-        leaves = four_bit(hf_model)
-        leaf, kinds = tried_leaf(leaves), sorted({one.quant_kind for one in leaves})
-        width = hf_model.config.get_text_config().hidden_size
-        form = None if leaf is None else (
-            leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(leaf.packed().parts), kinds,
-            *layouts.scale_type(leaf.packed()),
-        )  # fmt: skip
+    leaves, width, reasons = four_bit(hf_model), hf_model.config.get_text_config().hidden_size, dict[str, str]()
+
+    def loaded() -> nvrtc.Module:
+        made = load(device)
         for one in {other.quant_kind: other for other in leaves}.values():
-            unpacking(one.packed(), module)  # a capture finds it compiled
-    except Exception as exc:
-        return PromptKernels(reasons=[("kernels of a prompt", reason_of(exc, device))])
+            unpacking(one.packed(), made)  # a capture finds it compiled
+        return made
 
-    def unpacks(module: nvrtc.Module, times: Times) -> str | None:
-        if leaf is None:
-            return "no layer is in a form that it reads"
-        for kind in kinds:  # one layer of each format
-            tried = tried_leaf([other for other in leaves if other.quant_kind == kind])
-            if tried is not None and (why := wrong_unpack(tried.packed(), module, dtype)):
-                return why
-        return why_slower(times, UNPACKS, *_unpack_runs(leaf.packed(), module, dtype), device)
+    checks, measured = KeptChecks.of(device), Times()
+    module = KernelFamily("kernels of a prompt", (), loaded, lambda module: None).choose(KeptChecks(), reasons, {}, device)
+    if module is None:
+        return PromptKernels(reasons=[*reasons.items()])
+    leaf, kinds = tried_leaf(leaves), sorted({one.quant_kind for one in leaves})
+    form = None if leaf is None else (
+        leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(leaf.packed().parts), kinds,
+        *layouts.scale_type(leaf.packed()),
+    )  # fmt: skip
 
-    def adds(module: nvrtc.Module, times: Times) -> str | None:
-        why = wrong_add(module, dtype) or wrong_add_rows(module, dtype)
-        return why or why_slower(times, ADDS, *_add_runs(width, dtype, module), device)
+    def one_of_each() -> Iterator[Packed]:
+        tried = (tried_leaf([other for other in leaves if other.quant_kind == kind]) for kind in kinds)
+        return (one.packed() for one in tried if one is not None)
 
-    checks, left_out, measured = KeptChecks.of(device), dict[str, str](), Times()
-    families = [KernelFamily(UNPACKS, lambda: module, unpacks, (str(dtype), form))] if leaves else []
-    families.append(KernelFamily(ADDS, lambda: module, adds, (str(dtype), width)))
-    used = [one.name for one in families if one.choose(checks, left_out, measured, device) is not None]
+    families = [KernelFamily(
+        UNPACKS, (str(dtype), form), lambda: module,
+        lambda module: first_reason(wrong_unpack(packed, module, dtype) for packed in one_of_each()),
+        lambda _: "no layer is in a form that it reads" if leaf is None else None,
+        lambda module: {UNPACKS: pair_us(*_unpack_runs(leaf.packed(), module, dtype), device)} if leaf is not None else {},
+    )] if leaves else []  # fmt: skip
+    families.append(KernelFamily(
+        ADDS, (str(dtype), width), lambda: module, lambda module: wrong_add(module, dtype) or wrong_add_rows(module, dtype),
+        measure=lambda module: {ADDS: pair_us(*_add_runs(width, dtype, module), device)},
+    ))  # fmt: skip
+    used = [one.name for one in families if one.choose(checks, reasons, measured, device) is not None]
     checks.save()
     torch.cuda.empty_cache()  # the tensors of checks and timings are free
-    return PromptKernels(module, UNPACKS in used, ADDS in used, [*left_out.items()], measured)
+    return PromptKernels(module, UNPACKS in used, ADDS in used, [*reasons.items()], measured)
 
 
 def tried_leaf(leaves: Sequence[Leaf]) -> Leaf | None:
@@ -444,11 +445,3 @@ def _add_runs(width: int, dtype: torch.dtype, module: nvrtc.Module) -> tuple[Cal
         return y.add_(functional.linear(functional.linear(x.float(), A), B), alpha=0.5)
 
     return lambda: add(A, B, 0.5, x, y, module, round_change=True), plain
-
-
-def why_slower(
-    times: Times, name: str, ours: Callable[[], object], theirs: Callable[[], object], device: torch.device
-) -> str | None:  # fmt: skip
-    """Return how much slower ours is on this card, None if it is faster. The times are recorded."""
-    own, other = times[name] = pair_us(ours, theirs, device)
-    return None if own < other else f"{own:.1f} us against {other:.1f}"

@@ -28,7 +28,7 @@ from trimtab.engine.kernels.delta_rule import DeltaShape
 from trimtab.engine.kernels.dequantize import packed_heads
 from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
-from trimtab.engine.kernels.selfcheck import KernelFamily, Times, random_values, slower
+from trimtab.engine.kernels.selfcheck import KernelFamily, Times, first_reason, random_values
 from trimtab.engine.layers.leaves import Leaf, ResidentLeaf
 from trimtab.formats.record import DEQUANTIZED_VALUES, stored_format
 from trimtab.planning.values.execution import CHECK_BYTES, KERNEL_ROWS, PRODUCT_ROWS
@@ -52,6 +52,11 @@ ENDS = "fused ends of a step"
 DELTA = "gated delta rule"
 EXPERTS = "chosen experts"
 ROWS = "4-bit products of many rows"
+PAGES = "attention over pages"
+UNREAD = "no layer of this model is in a form that they read"
+# Rows of a product of many that is timed.
+TIMED_ROWS = 32
+_TYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +125,10 @@ class DeviceKernels:
         chosen, key = of_this_process().for_adapters, (str(device), dtype)
         if key not in chosen:
             checks, left_out = KeptChecks.of(device), dict[str, str]()
-            family = KernelFamily(ADAPTERS, partial(matvec.load, device), lambda one, _: wrong_lora(one, dtype), (str(dtype),))
-            compiled = family.choose(checks, left_out, {})
+            why = None if dtype in _TYPES else f"the model computes in {dtype}, not in bfloat16 or float16"
+            compiled = KernelFamily(
+                ADAPTERS, (str(dtype),), partial(matvec.load, device), partial(wrong_lora, dtype=dtype), lambda _: why
+            ).choose(checks, left_out, {})  # fmt: skip
             checks.save()
             chosen[key] = DeviceKernels(None, compiled, left_out, checks=checks)
         return chosen[key]
@@ -294,15 +301,30 @@ class DeviceKernels:
         if self.rows is not None or ROWS in self.left_out or not leaves:
             return self
         shapes = {(leaf.out_features, leaf.in_features, leaf.quant_kind): leaf for leaf in leaves}
+
+        def read() -> list[Leaf]:  # others stay with their own products
+            return [leaf for leaf in shapes.values() if many_rows.why_not(leaf.packed(), dtype) is None]
+
         self.rows = KernelFamily(
-            ROWS, partial(many_rows.load, leaves[0].device),
-            lambda module, times: _wrong_rows(module, list(shapes.values()), dtype, times),
-            ([_form_of([leaf.packed()]) for leaf in shapes.values()], str(dtype)),
+            ROWS, ([_form_of([leaf.packed()]) for leaf in shapes.values()], str(dtype)), partial(many_rows.load, leaves[0].device),
+            lambda module: first_reason(many_rows.wrong([leaf.packed()], module, dtype) for leaf in read()),
+            lambda module: first_reason(many_rows.why_no_room(module, leaf.quant_kind) for leaf in read()) if read() else UNREAD,
+            lambda module: {f"{TIMED_ROWS} rows: {shape_of([leaf])}": _rows_us(module, leaf, dtype) for leaf in read()},
+            theirs="the layers' own", of=f" for {TIMED_ROWS} rows",
         ).choose(self.checks, self.left_out, self.measured_us)  # fmt: skip
         for leaf in {leaf.quant_kind: leaf for leaf in leaves}.values() if self.rows is not None else ():
             layouts.variant(leaf.packed(), self.rows)  # a capture finds it compiled
         self.checks.save()
         return self
+
+    def why_no_pages(self, kinds: Sequence[fused.AttentionShape], dtype: torch.dtype) -> str | None:
+        """Return why attention over pages is not used, None if it is or torch computes it. Not kept: the check compiles it."""
+        if (small := self.small) is None:
+            return None
+        reasons: dict[str, str] = {}
+        family = KernelFamily(PAGES, (), lambda: small, lambda module: fused_check.check_pages(module, kinds, dtype))
+        family.choose(KeptChecks(), reasons, {}, small.device)
+        return reasons.get(PAGES)
 
     def measure(self, group: Sequence[Leaf], dtype: torch.dtype) -> tuple[float, float]:
         """Measure a group's product for one row: µs of ours and of the layers' own."""
@@ -431,38 +453,59 @@ def _choose(
         if is_done:
             checks.keep({}, *compiled)
 
-    def tried(
-        name: str, load: Callable[[], nvrtc.Module], wrong: Callable[[nvrtc.Module, Times], str | None], *key: object
-    ) -> nvrtc.Module | None:  # fmt: skip
-        return KernelFamily(name, load, wrong, (str(dtype), *key)).choose(checks, left_out, measured)
+    def tried(family: KernelFamily) -> nvrtc.Module | None:
+        return family.choose(checks, left_out, measured)
 
-    small = tried(
-        SMALL, lambda: fused.load(device), lambda module, times: _wrong_small(module, first, attention, norm, dtype, times),
-        forms, list(attention), norm,
-    )  # fmt: skip
+    kind = str(dtype)
+    widths, time_us = sorted({group[0].in_features for group in first}), partial(tuning.graph_us, device=device, calls=_CALLS)
+    small = tried(KernelFamily(
+        SMALL, (kind, forms, list(attention), norm), lambda: fused.load(device),
+        lambda module: (
+            fused_check.check(module, widths=widths, attention=attention, norm=norm, dtype=dtype, rows=_ROWS)
+            or routers.check(module, 128, 320, routers.Choice(8), dtype)
+        ),
+        lambda _: first_reason(fused.why_not(*shape[:3], dtype) for shape in attention),
+        lambda module: fused_check.measure(
+            module, time_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype
+        ), of=" for one layer",
+    ))  # fmt: skip
     if all(stored_format(leaf.quant_kind).layout is None for group in first for leaf in group):  # but adapters by table
         tables = DeviceKernels.for_adapters(device, dtype)
         products, left_out = tables.matvec, left_out | tables.left_out
     else:
-        products = tried(
-            PRODUCTS, lambda: matvec.load(device, norm), lambda module, times: _wrong_products(module, first, dtype, times),
-            forms, norm,
-        )  # fmt: skip
+
+        def read() -> list[Sequence[Leaf]]:  # others stay with their own layers
+            return [one for one in first if not any(matvec.why_not(leaf.packed(), dtype, device) for leaf in one)]
+
+        products = tried(KernelFamily(
+            PRODUCTS, (kind, forms, norm), lambda: matvec.load(device, norm),
+            lambda module: first_reason(
+                tuning.check([leaf.packed() for leaf in group], module, dtype=dtype, rows=_ROWS) for group in read()
+            ),
+            lambda _: None if read() else UNREAD, lambda module: _products_us(module, read(), dtype),
+            theirs="bitsandbytes'", of=" for one layer", is_each=True,
+        ))  # fmt: skip
     delta = mixed = step_ends = None
     if len(deltas) == 1:  # of one shape in all families
-        delta = tried(
-            DELTA, lambda: delta_rule.load(device, deltas[0], dtype),
-            lambda module, _: delta_rule.why_not(deltas[0], dtype) or delta_rule.check(module, deltas[0], dtype), deltas[0],
-        )  # fmt: skip
+        delta = tried(KernelFamily(
+            DELTA, (kind, *deltas), lambda: delta_rule.load(device, deltas[0], dtype),
+            lambda module: delta_rule.check(module, deltas[0], dtype), lambda _: delta_rule.why_not(deltas[0], dtype),
+        ))  # fmt: skip
     if mixtures:
-        mixed = tried(
-            EXPERTS, lambda: experts.load(device), lambda module, _: _wrong_experts(module, mixtures, dtype), list(mixtures)
-        )
+        mixed = tried(KernelFamily(
+            EXPERTS, (kind, list(mixtures)), lambda: experts.load(device),
+            lambda module: first_reason(experts.check(module, *one, dtype) for one in _opened(mixtures)),
+            lambda _: first_reason(experts.why_not(one, 1, top_k, dtype, device) for one, top_k in _opened(mixtures)),
+        ))  # fmt: skip
         if mixed is not None:
             for _, opened in mixtures.values():
                 experts.compiled(mixed, opened(), dtype)  # a capture finds them
     if sizes is not None and not (small is None and products is None):
-        step_ends = tried(ENDS, lambda: ends.load(device), lambda module, times: _wrong_ends(module, sizes, dtype, times), sizes)
+        step_ends = tried(KernelFamily(
+            ENDS, (kind, sizes), lambda: ends.load(device), lambda module: ends.check(module, sizes, dtype=dtype, rows=_ROWS),
+            lambda _: ends.why_not(sizes, dtype), lambda module: ends.measure(module, time_us, sizes, dtype=dtype),
+            of=" for both ends",
+        ))  # fmt: skip
     return DeviceKernels(small, products, left_out, measured, ends=step_ends, delta=delta, experts=mixed, checks=checks)
 
 
@@ -471,95 +514,29 @@ def _form_of(weights: Sequence[Packed]) -> tuple[object, ...]:
     return tuple((one.kind, tuple(one.shape), one.blocks, sorted(one.parts), *layouts.scale_type(one)) for one in weights)
 
 
-def _wrong_small(
-    module: nvrtc.Module, groups: Sequence[Sequence[Leaf]], attention: Sequence[fused.AttentionShape],
-    norm: NormForm, dtype: torch.dtype, measured: Times,
-) -> str | None:  # fmt: skip
-    """Return the error of the kernels between the products, or that torch is faster at all of them together."""
-    widths = sorted({group[0].in_features for group in groups})
-    for shape in attention:
-        if (why := fused.why_not(*shape[:3], dtype)) is not None:
-            return why
-    why = fused_check.check(module, widths=widths, attention=attention, norm=norm, dtype=dtype, rows=_ROWS)
-    if why := why or routers.check(module, 128, 320, routers.Choice(8), dtype):
-        return why
-    time_us = partial(tuning.graph_us, device=module.device, calls=_CALLS)
-    measured |= fused_check.measure(module, time_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype)
-    return slower(measured, "torch's", " for one layer")
-
-
-def _wrong_experts(module: nvrtc.Module, mixtures: Mixtures, dtype: torch.dtype) -> str | None:
-    """Return the error of the kernels of chosen experts over these mixtures, or why they do not know one. A streamed one is there
-    until another weight is opened."""
+def _opened(mixtures: Mixtures) -> Iterator[tuple[Mixture, int]]:
+    """Yield each mixture and how many experts a token has. A streamed one is there until another weight is opened."""
     for top_k, opened in mixtures.values():
         one = opened()
-        top_k = min(top_k, one.down.shape[0])
-        if why := experts.why_not(one, 1, top_k, dtype, module.device) or experts.check(module, one, top_k, dtype):
-            return why
-    return None
+        yield one, min(top_k, one.down.shape[0])
 
 
-def _wrong_ends(
-    module: nvrtc.Module, sizes: ends.Sizes, dtype: torch.dtype, measured: Times
-) -> str | None:  # fmt: skip
-    """Return the error of the kernels of a step's two ends, or that torch is faster at all of them together."""
-    why = ends.why_not(sizes, dtype) or ends.check(module, sizes, dtype=dtype, rows=_ROWS)
-    if why is not None:
-        return why
-    time_us = partial(tuning.graph_us, device=module.device, calls=_CALLS)
-    measured |= ends.measure(module, time_us, sizes, dtype=dtype)
-    return slower(measured, "torch's", " for both ends")
-
-
-def _wrong_products(
-    module: nvrtc.Module, groups: Sequence[Sequence[Leaf]], dtype: torch.dtype,
-    measured: Times,
-) -> str | None:  # fmt: skip
-    """Return the error of the products, or that they are slower than the layers' own over all groups."""
-    kernels, ours, theirs = DeviceKernels(matvec=module, measured_us=measured), 0.0, 0.0
+def _products_us(module: nvrtc.Module, groups: Sequence[Sequence[Leaf]], dtype: torch.dtype) -> Times:
+    kernels = DeviceKernels(matvec=module)
     for group in groups:
-        packed = [leaf.packed() for leaf in group]
-        if any(matvec.why_not(one, dtype, module.device) for one in packed):
-            continue  # this group stays with its own layers
-        why = tuning.check(packed, module, dtype=dtype, rows=_ROWS)
-        if why is not None:
-            return why
-        pair = kernels.measure(group, dtype)
-        ours, theirs = ours + min(pair), theirs + pair[1]
-    if theirs == 0.0:
-        return "no layer of this model is in a 4-bit format that they read"
-    if ours >= theirs:
-        return f"slower here: {ours:.0f} µs against bitsandbytes' {theirs:.0f} for one layer"
-    return None
+        kernels.measure(group, dtype)
+    return kernels.measured_us
 
 
-def _wrong_rows(
-    module: nvrtc.Module, leaves: Sequence[Leaf], dtype: torch.dtype, measured: Times, *, n: int = 32
-) -> str | None:  # fmt: skip
-    """Return the error of the products of many rows, or that they are slower than the layers' own over all shapes."""
-    timed: Times = {}
-    for leaf in leaves:
-        packed = leaf.packed()
-        if many_rows.why_not(packed, dtype) is not None:
-            continue  # this layer stays with its own product
-        why = many_rows.why_no_room(module, packed.kind) or many_rows.wrong([packed], module, dtype)
-        if why is not None:
-            return why
-        x = torch.randn(n, leaf.in_features, device=module.device).to(dtype)
-        out = torch.empty(n, leaf.out_features, dtype=dtype, device=module.device)
-        both = partial(many_rows.linear, x, [packed], out, module=module), partial(leaf.base, x)
-        timed[str(len(timed))] = measured[f"{n} rows: {shape_of([leaf])}"] = tuning.pair_us(
-            *both, module.device, calls=_own_calls([leaf])
-        )
-    if not timed:
-        return "no layer of this model is in a form that they read"
-    return slower(timed, "the layers' own", f" for {n} rows")
+def _rows_us(module: nvrtc.Module, leaf: Leaf, dtype: torch.dtype) -> tuple[float, float]:
+    x = torch.randn(TIMED_ROWS, leaf.in_features, device=module.device).to(dtype)
+    out = torch.empty(TIMED_ROWS, leaf.out_features, dtype=dtype, device=module.device)
+    ours, theirs = partial(many_rows.linear, x, [leaf.packed()], out, module=module), partial(leaf.base, x)
+    return tuning.pair_us(ours, theirs, module.device, calls=_own_calls([leaf]))
 
 
 def wrong_lora(module: nvrtc.Module, dtype: torch.dtype) -> str | None:
     """Return the error of the adapters' kernels: random ones of two ranks, rows with and without, in float64."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"the model computes in {dtype}, not in bfloat16 or float16"
     device, wide, high = module.device, 192, 320
     random = random_values(device, 1)
     adapters = [(random(rank, wide) / wide**0.5, random(high, rank), 0.5) for rank in (8, 24)]

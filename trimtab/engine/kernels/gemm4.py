@@ -242,13 +242,13 @@ def matmul(
 
 
 def product(leaf: Leaf, x: Tensor, module: nvrtc.Module) -> Tensor | None:
-    """Return a layer's product [..., D_out], None where the kernel does not read x or the weight."""
+    """Return a layer's product [n, D_out], None where the kernel does not read x or the weight."""
     flat, packed = x.reshape(-1, x.shape[-1]), leaf.packed()
     if why_not(packed, x.dtype) is not None or flat.data_ptr() % 16 or flat.stride(0) % 8:
         return None
     out = torch.empty(flat.shape[0], leaf.out_features, dtype=x.dtype, device=x.device)
     linear(flat, [packed], out, bias=[leaf.bias], module=module)
-    return out.view(*x.shape[:-1], leaf.out_features)
+    return out
 
 
 # At load: is it right, does it pay ------------------------------------------------------------------------------------

@@ -556,13 +556,13 @@ def matmul(leaves: Collection[Leaf], module: nvrtc.Module | None) -> Matmul[Laye
 
 
 def product(leaf: Leaf, x: Tensor, module: nvrtc.Module) -> Tensor | None:
-    """Return a layer's product [..., D_out], None where x is not as the kernel reads it or a step chose no configuration."""
+    """Return a layer's product [n, D_out], None where x is not as the kernel reads it or a step chose no configuration."""
     flat, weights = x.reshape(-1, x.shape[-1]), [leaf.packed()]
     if flat.data_ptr() % 16 or flat.stride(0) % 8 or cut_key(weights, len(flat)) not in module.products.chosen:
         return None
     out = torch.empty(len(flat), leaf.out_features, dtype=x.dtype, device=x.device)
     matvec4(flat, weights, out, bias=[leaf.bias], module=module)
-    return out.view(*x.shape[:-1], leaf.out_features)
+    return out
 
 
 # Tables ----------------------------------------------------------------------------------------------------------------

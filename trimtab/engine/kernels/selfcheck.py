@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,13 +48,20 @@ _PIECE = 2**20
 
 @dataclass(frozen=True)
 class KernelFamily:
-    """Kernels that are used together, or not at all. name: in fallbacks. load: compiles them. wrong: returns why they are not used:
-    they do not know a shape, differ from float64 or torch, or take longer; notes times. key: everything that decides it."""
+    """Kernels that are used together, or not at all. name: in fallbacks. key: everything that decides the choice. load: compiles
+    them. check: returns their error against float64 or torch. unsupported: returns why they do not know the shapes, types or card.
+    measure: returns times; None: not timed. theirs, of: in the reason of slow ones. is_each: one that is slower is not used, the
+    others are."""
 
     name: str
-    load: Callable[[], nvrtc.Module]
-    wrong: Callable[[nvrtc.Module, Times], str | None]
     key: tuple[object, ...]
+    load: Callable[[], nvrtc.Module]
+    check: Callable[[nvrtc.Module], str | None]
+    unsupported: Callable[[nvrtc.Module], str | None] = lambda module: None
+    measure: Callable[[nvrtc.Module], Times] | None = None
+    theirs: str = "torch's"
+    of: str = ""
+    is_each: bool = False
 
     def choose(
         self, checks: KeptChecks, reasons: dict[str, str], measured: Times, device: torch.device | str = "cuda"
@@ -69,7 +76,10 @@ class KernelFamily:
                 measured.update({one: (ours, theirs) for one, (ours, theirs) in before["us"].items()})
                 return module
             with torch.no_grad():
-                why = self.wrong(module, times)
+                why = self.unsupported(module) or self.check(module)
+                if why is None and self.measure is not None:
+                    times = self.measure(module)
+                    why = self.why_slower(times)
             measured.update(times)
         except Exception as exc:
             why = reason_of(exc, device)
@@ -79,17 +89,29 @@ class KernelFamily:
         reasons[self.name] = why
         return None
 
+    def choose_alone(self, device: torch.device, measured: Times) -> tuple[nvrtc.Module | None, str | None]:
+        """Return the same, with the reason, of a family that is chosen by itself: its checks are read and kept here."""
+        checks, reasons = KeptChecks.of(device), dict[str, str]()
+        module = self.choose(checks, reasons, measured, device)
+        checks.save()
+        return module, reasons.get(self.name)
+
+    def why_slower(self, times: Times) -> str | None:
+        """Return how much slower ours are together than what they replace, None if they are faster."""
+        ours = sum(min(pair) if self.is_each else pair[0] for pair in times.values())
+        theirs = sum(pair[1] for pair in times.values())
+        return None if ours < theirs else f"slower here: {ours:.1f} µs against {self.theirs} {theirs:.1f}{self.of}"
+
+
+def first_reason(reasons: Iterable[str | None]) -> str | None:
+    """Return the first that is one; those behind it are not computed."""
+    return next((one for one in reasons if one is not None), None)
+
 
 def random_values(device: torch.device, seed: int, dtype: torch.dtype = torch.float32) -> Callable[..., Tensor]:
     """Return what draws a tensor of any shape, normally distributed: the same tensors in the same order each time."""
     generator = torch.Generator(device=device).manual_seed(seed)
     return lambda *shape: torch.randn(*shape, device=device, generator=generator).to(dtype)
-
-
-def slower(times: Times, theirs: str, what: str = "") -> str | None:
-    """Return how much slower ours are together than what they replace, None if they are faster."""
-    own, other = (sum(pair[side] for pair in times.values()) for side in (0, 1))
-    return None if own < other else f"slower here: {own:.0f} µs against {theirs} {other:.0f}{what}"
 
 
 def relative_error(actual: Tensor, wanted: Tensor, least: float = 0.0) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
+from trimtab.engine.formats.matmul_table import Columns, LayerProduct, Matmul
 from trimtab.engine.formats.packed import NoValues, Packed, Shell, is_narrow, widened
 from trimtab.engine.formats.weights import dequantize, dequantize_at, dequantize_rows, shell, unpacked_shell
 from trimtab.engine.lora import layers as lora
@@ -76,10 +76,8 @@ class Leaf(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         table = self.adapter_store.matmuls
-        for way in () if table is None else table.ways(self, x.numel() // x.shape[-1]):
-            if (y := way.run(self, x)) is not None:
-                return y if way.has_adapter else self.adapted(x, y)
-        return self.adapted(x, self.base(x))
+        y, has_adapter = (None if table is None else table.product(self, x)) or (self.base(x), False)
+        return y if has_adapter else self.adapted(x, y)
 
     def adapted(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the layer's base output y for x with the adapters of the selected rows; y may be overwritten."""
@@ -291,14 +289,18 @@ class UnpackedWeights:
         """The layers whose weights these are."""
         return self._starts.keys()
 
-    def matmul(self, *, least: int = 1) -> Matmul[LayerProduct]:
-        """Return the way to multiply `least` rows and more with these weights."""
-        return Matmul("kept", self.layers, self.product, least)
+    def matmul(self, *, least: int = 1, columns: Columns | None = None) -> Matmul[LayerProduct]:
+        """Return the way to multiply `least` rows and more with these weights. columns: gives them with adapters."""
+        return Matmul("kept", self.layers, self.product, least, columns=columns)
 
-    def product(self, leaf: Leaf, x: Tensor) -> Tensor | None:
-        """Return a layer's product [..., D_out], None where x has another type than the weights."""
-        weight = self.weight(leaf)
-        return functional.linear(x, weight, leaf.bias) if x.dtype == weight.dtype else None
+    def product(self, layers: Leaf | Sequence[Leaf], x: Tensor, weight: Tensor | None = None) -> Tensor | None:
+        """Return the product [..., D_out] of a layer, or of layers over one input; None where x has another type than the weights,
+        or where these do not lie side by side. weight: theirs with columns."""
+        leaves = (layers,) if isinstance(layers, Leaf) else layers
+        weight = self.joined(leaves) if weight is None else weight
+        if weight is None or x.dtype != weight.dtype or (len(leaves) > 1 and any(leaf.bias is not None for leaf in leaves)):
+            return None
+        return functional.linear(x, weight, leaves[0].bias)
 
 
 def keep_unpacked(model: Any) -> tuple[UnpackedWeights | None, int]:

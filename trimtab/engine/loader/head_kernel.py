@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels.selfcheck import KernelFamily, Times, relative_error, slower
+from trimtab.engine.kernels.selfcheck import KernelFamily, Times, relative_error
 
 if TYPE_CHECKING:
     from trimtab.engine.layers.leaves import Leaf
@@ -60,7 +58,7 @@ def check(module: nvrtc.Module, head: head8.Head, *, counts: Iterable[int] = (1,
 def measure(
     module: nvrtc.Module, head: head8.Head, time_us: Callable[[Callable[[], object]], float], *, weight: Tensor | None = None,
     n: int = 1,
-) -> Mapping[str, tuple[float, float]]:  # fmt: skip
+) -> Times:  # fmt: skip
     """Return name -> microseconds of n rows: (the kernel's, torch's over the same 8 bits) and, given the whole weight
     [V, D], (the kernel's, the whole head's).
 
@@ -75,18 +73,14 @@ def measure(
     return times
 
 
-def wrong(
-    module: nvrtc.Module, head: head8.Head, dtype: torch.dtype, time_us: Callable[[Callable[[], object]], float], measured: Times
-) -> str | None:  # fmt: skip
-    """Return why the kernel is not used for this head, None if it computes rightly and faster than torch here.
-
-    The times go into `measured`.
-    """
-    why = why_not(head, dtype, module) or check(module, head)
-    if why is not None:
-        return why
-    measured |= measure(module, head, time_us)
-    return slower({head8.NAME: measured[head8.NAME]}, "torch's")
+def family(head: head8.Head, dtype: torch.dtype) -> KernelFamily:
+    """Return how the kernel of a head is chosen."""
+    device = head.q.device
+    return KernelFamily(
+        head8.NAME, (tuple(head.q.shape), str(dtype), head.bias is not None), lambda: head8.load(device),
+        lambda module: check(module, head), lambda module: why_not(head, dtype, module),
+        lambda module: measure(module, head, lambda run: tuning.graph_us(run, device)),
+    )  # fmt: skip
 
 
 def choose(leaf: Leaf) -> str | None:
@@ -94,16 +88,8 @@ def choose(leaf: Leaf) -> str | None:
     loaded layer in its tier."""
     packed = leaf.packed()
     head = head8.Head.of(packed.parts, leaf.bias)
-    device = head.q.device
-    checks, left_out = KeptChecks.of(device), dict[str, str]()
-    family = KernelFamily(
-        head8.NAME, partial(head8.load, device),
-        lambda module, times: wrong(module, head, leaf.dtype, lambda run: tuning.graph_us(run, device), times),
-        (tuple(head.q.shape), str(leaf.dtype), head.bias is not None),
-    )  # fmt: skip
-    module = family.choose(checks, left_out, {}, device)
-    checks.save()
-    why = left_out[head8.NAME] if module is None else why_not(head, leaf.dtype, module)
+    module, why = family(head, leaf.dtype).choose_alone(head.q.device, {})
+    why = why if module is None else why_not(head, leaf.dtype, module)  # of this head: a kept check is of its shape
     if why is None:
         assert packed.kernel is not None
         packed.kernel.module = module

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.adapters.stack_layout import Stack
-from trimtab.engine.formats.packed import Packed
-from trimtab.engine.formats.weights import dequantize
+from trimtab.engine.formats.packed import Packed, keep
+from trimtab.engine.formats.weights import dequantize, shell
 from trimtab.engine.lora.store import AdapterStore, Groups
 from trimtab.engine.tiers.reader import Part
 from trimtab.engine.tiers.streaming import Staged
@@ -127,21 +127,18 @@ class _Forward:
         return sums.view(*index.shape, x.shape[1]).sum(dim=1).to(x.dtype)
 
     def _product(self, name: str, expert: int, x: Tensor, groups: Groups | None) -> Tensor:
-        weight = self._weight(name, expert)
-        weight = weight.T if self.module.is_transposed else weight
+        stack: Packed | Tensor = stack_of(self.module, name)
+        where = stack if isinstance(stack, Tensor) else stack.parts["weight"]
+        # Of a packed stack: of the type in which the model computes.
+        dtype = stack.dtype if isinstance(stack, Tensor) else self.module.__dict__[name].dtype
+        one = keep(stack[expert]) if isinstance(stack, Tensor) else stack.expert(expert)
+        if self.module.is_transposed:
+            one = keep(dequantize(one).to(dtype).T)
         bias = getattr(self.module, f"{name}_bias")[expert] if getattr(self.module, "has_bias", False) else None
-        y = nn.functional.linear(x.to(device=weight.device, dtype=weight.dtype), weight)
+        y = shell(one, None, dtype)(x.to(device=where.device, dtype=dtype))
         y = (y if bias is None else y + bias).to(x.device)
         product = ExpertProduct(self.module.__dict__.get("adapters", {}), self.store, name, expert)
         return self.store.applier.apply(product, x, y, groups)
-
-    def _weight(self, name: str, expert: int) -> Tensor:
-        """Return one expert's matrix as it is in the stack."""
-        stack = stack_of(self.module, name)
-        if isinstance(stack, Tensor):
-            return stack[expert]
-        own: Tensor = self.module.__dict__[name]  # of the type in which the model computes
-        return dequantize(stack.expert(expert)).to(own.dtype)
 
 
 def stack_of(module: nn.Module, name: str) -> Packed | Tensor:

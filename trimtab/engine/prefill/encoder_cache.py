@@ -33,8 +33,8 @@ def encoders(
 ) -> dict[Place, object]:  # fmt: skip
     """Return the functions of towers for a pass (`covered`): they return cached outputs, and new outputs are cached. counts: what
     they count, as `PrefixCache.encoder_counts` has it. The cache wraps `get_image_features` and `get_audio_features`. Images are
-    cached one by one, the audio clips of a prompt together. A key is the content, the shape that the processor gave it, and the scope:
-    the client, and the adapter's content if it changes a tower."""
+    cached one by one, the audio clips of a prompt together. A key is the content, the shape that the processor gave it, and the
+    scope: the client, and the adapter's content if it changes a tower."""
     owner = getattr(hf_model, "model", None)
     towers: dict[Place, object] = {}
     for name, ids in zip(FUNCTIONS, sequence.media_ids(hf_model), strict=True):

@@ -361,9 +361,10 @@ class PrefillRunner:
         assert self._short is not None
         least = 2 if form.rows > 1 else LEAST_TOKENS  # of several prompts a few tokens pass the last layers
         table = MatmulTable(
-            None if columns is None else columns.matmul(), None if unpacked is None else unpacked.matmul(),
+            None if unpacked is None else unpacked.matmul(),
             many_rows.matmul(self.four_bit, self.batch.steps.kernels.rows, least=least, most=many_rows.PAYING_ROWS),
-            kernels.matmul(self.four_bit), *self.batch.steps.kernels.head_matmuls(self.model.hf_model),
+            kernels.matmul(self.four_bit, None if columns is None else columns.operands),
+            *self.batch.steps.kernels.head_matmuls(self.model.hf_model),
         )  # fmt: skip
         try:
             with self._short.step(matmuls=table):
