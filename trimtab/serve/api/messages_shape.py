@@ -12,8 +12,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from trimtab.serve.api.answer_types import AnthropicUsage
-from trimtab.serve.api.answers import NamedEvents
+from trimtab.serve.api import answer_types as types
+from trimtab.serve.api.answers import NamedEvents, Part
 from trimtab.serve.contract.job import Event
 
 # HTTP status -> Anthropic's name of the error.
@@ -41,89 +41,62 @@ class MessagesShape(NamedEvents):
 
     def __init__(self, body: Any) -> None:
         super().__init__(body)
-        self._blocks: list[dict[str, Any]] = []
-        self._open: str | None = None
-        self._finish, self._stop_text = "end_turn", None
+        self._blocks: list[types.AnthropicBlock] = []
+        self._stop: types.Stop = {"stop_reason": "end_turn", "stop_sequence": None}
 
-    def opening(self, choices: int) -> list[dict[str, Any]]:
-        message = {**self._message(), "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
-        return [{"type": "message_start", "message": message}]
+    def opening(self, choices: int) -> list[types.MessageStart]:
+        return [{"type": "message_start", "message": self._started()}]
 
-    def pieces(self, index: int, event: Event) -> list[dict[str, Any]]:
-        match event.kind:
-            case "text" if event.text:
-                events = self._begin("text", {"type": "text", "text": ""})
-                self._blocks[-1]["text"] += event.text
-                return [*events, self._delta({"type": "text_delta", "text": event.text})]
-            case "reasoning":
-                events = self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-                self._blocks[-1]["thinking"] += event.text
-                return [*events, self._delta({"type": "thinking_delta", "thinking": event.text})]
-            case "call":
-                assert event.call is not None
-                return self._call(event.call)
-            case "done":
-                return self._done(event)
-        return []
+    def begun(self, part: Part) -> list[types.BlockStart]:
+        return [{"type": "content_block_start", "index": len(self._blocks), "content_block": _block(part)}]
 
-    def _begin(self, kind: str, block: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the events that open a block, unless one of its kind is open. Each call is a separate block."""
-        if self._open == kind and kind != "tool_use":
-            return []
-        ended = self._end()
-        self._open = kind
-        self._blocks.append(dict(block))
-        return [*ended, {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}]
+    def grown(self, part: Part, text: str) -> types.BlockDelta:
+        delta: types.TextDelta | types.ThinkingDelta | types.InputDelta = {"type": "text_delta", "text": text}
+        if part.kind == "reasoning":
+            delta = {"type": "thinking_delta", "thinking": text}
+        elif part.kind == "call":
+            delta = {"type": "input_json_delta", "partial_json": text}
+        return {"type": "content_block_delta", "index": len(self._blocks), "delta": delta}
 
-    def _end(self) -> list[dict[str, Any]]:
-        is_open, self._open = self._open is not None, None
-        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}] if is_open else []
+    def ended(self, part: Part) -> list[types.BlockStop]:
+        self._blocks.append(_block(part))
+        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
-    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
-
-    def _call(self, piece: Mapping[str, Any]) -> list[dict[str, Any]]:
-        if "name" in piece:
-            block = {"type": "tool_use", "id": piece["id"], "name": piece["name"], "input": {}}
-            events = self._begin("tool_use", block)
-            self._blocks[-1]["written"] = ""
-            return events
-        self._blocks[-1]["written"] += piece["arguments"]
-        return [self._delta({"type": "input_json_delta", "partial_json": piece["arguments"]})]
-
-    def _done(self, event: Event) -> list[dict[str, Any]]:
-        self.count(event)
-        self._stop_text = event.usage.get("stop_text")
-        self._finish = {"length": "max_tokens", "tool_calls": "tool_use"}.get(self.finishes[0], "end_turn")
-        if self._stop_text is not None and self._finish == "end_turn":
-            self._finish = "stop_sequence"
-        delta = {"stop_reason": self._finish, "stop_sequence": self._stop_text}
-        return [
-            *self._end(), {"type": "message_delta", "delta": delta, "usage": self._usage()}, {"type": "message_stop"}
-        ]  # fmt: skip
+    def finished(self, event: Event) -> list[types.MessageDelta | types.MessageStop]:
+        reasons: dict[str, types.StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
+        stop_text = event.usage.get("stop_text")
+        reason = reasons.get(self.finishes[0], "end_turn" if stop_text is None else "stop_sequence")
+        self._stop = {"stop_reason": reason, "stop_sequence": stop_text}
+        return [{"type": "message_delta", "delta": self._stop, "usage": self._usage()}, {"type": "message_stop"}]
 
     def error(self, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
         return error_object(status, body)
 
-    def _message(self) -> dict[str, Any]:
-        return {"id": self.head["id"], "type": "message", "role": "assistant", "model": self.body.model, "content": []}
-
-    def _usage(self) -> AnthropicUsage:
+    def _usage(self) -> types.AnthropicUsage:
         return {
             "input_tokens": self.prompt_tokens - self.cached_tokens, "output_tokens": self.completion_tokens,
             "cache_read_input_tokens": self.cached_tokens, "cache_creation_input_tokens": 0,
         }  # fmt: skip
 
-    def whole(self) -> dict[str, Any]:
-        content = []
-        for block in self._blocks:
-            fields = {name: value for name, value in block.items() if name != "written"}
-            content.append({**fields, "input": _arguments(block["written"])} if "written" in block else fields)
-        ended = {"stop_reason": self._finish, "stop_sequence": self._stop_text}
-        return {**self._message(), "content": content, **ended, "usage": self._usage()}
+    def _started(self) -> types.StartedMessage:
+        return {
+            "id": self.head["id"], "type": "message", "role": "assistant", "model": self.body.model, "content": [],
+            "stop_reason": None, "stop_sequence": None, "usage": self._usage(),
+        }  # fmt: skip
+
+    def whole(self) -> types.AnthropicMessage:
+        return {**self._started(), "content": self._blocks, **self._stop, "usage": self._usage()}
 
 
-def _arguments(text: str) -> Any:
+def _block(part: Part) -> types.AnthropicBlock:
+    if part.kind == "text":
+        return {"type": "text", "text": part.text}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _arguments(part.text)}
+
+
+def _arguments(text: str) -> types.Object:
     """Return a call's arguments. Incomplete arguments are returned as text, under a special name."""
     try:
         arguments = json.loads(text or "{}")

@@ -6,11 +6,13 @@ Source: OpenAI's API reference, "Responses" and "Streaming events".
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from trimtab.serve.api.answers import NamedEvents
+from trimtab.serve.api import answer_types as types
+from trimtab.serve.api.answers import NamedEvents, Part
 from trimtab.serve.contract.job import Event
+
+_PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
 
 
 class ResponsesShape(NamedEvents):
@@ -23,120 +25,115 @@ class ResponsesShape(NamedEvents):
         self._given = given.model_dump(
             by_alias=True, exclude_none=True, include={"instructions", "max_output_tokens", "tools", "tool_choice", "text"}
         )
-        self._output: list[dict[str, Any]] = []
-        self._kind: str | None = None
+        self._output: list[types.ResponseItem] = []
+        self._item_id = ""
         self._count = -1
 
     # Events -----------------------------------------------------------------------------------------------------------
 
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        self._count += 1
-        return {"type": f"response.{kind}", "sequence_number": self._count, **fields}
+    def opening(self, choices: int) -> list[types.ResponseStart]:
+        response = self._started()
+        return [
+            {"type": "response.created", **self._number(), "response": response},
+            {"type": "response.in_progress", **self._number(), "response": response},
+        ]
 
-    def opening(self, choices: int) -> list[dict[str, Any]]:
-        response = self._response("in_progress")
-        return [self._event("created", response=response), self._event("in_progress", response=response)]
+    def begun(self, part: Part) -> list[types.ItemEvent | types.PartEvent]:
+        self._item_id = f"{_PREFIXES[part.kind]}{uuid.uuid4().hex}"
+        added: types.ItemEvent = {
+            "type": "response.output_item.added", **self._number(), "output_index": len(self._output),
+            "item": self._item(part, "in_progress"),
+        }  # fmt: skip
+        if part.kind != "text":
+            return [added]
+        return [added, {"type": "response.content_part.added", **self._of_part(), "part": _text(part)}]
 
-    def pieces(self, index: int, event: Event) -> list[dict[str, Any]]:
-        match event.kind:
-            case "text" if event.text:
-                events = self._begin("message")
-                self._item["content"][0]["text"] += event.text
-                return [*events, self._of_part("output_text.delta", delta=event.text, logprobs=[])]
-            case "reasoning":
-                events = self._begin("reasoning")
-                self._item["content"][0]["text"] += event.text
-                return [*events, self._of_part("reasoning_text.delta", delta=event.text)]
-            case "call":
-                assert event.call is not None
-                return self._call(event.call)
-            case "done":
-                return self._done(event)
-        return []
+    def grown(self, part: Part, text: str) -> types.ResponseEvent:
+        if part.kind == "text":
+            return {"type": "response.output_text.delta", **self._of_part(), "delta": text, "logprobs": []}
+        if part.kind == "reasoning":
+            return {"type": "response.reasoning_text.delta", **self._of_part(), "delta": text}
+        return {"type": "response.function_call_arguments.delta", **self._of_item(), "delta": text}
 
-    @property
-    def _item(self) -> dict[str, Any]:
-        return self._output[-1]
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item["id"], "output_index": len(self._output) - 1}
-
-    def _of_part(self, kind: str, **fields: Any) -> dict[str, Any]:
-        return self._event(kind, **self._place(), content_index=0, **fields)
-
-    def _begin(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
-        if self._kind == kind and kind != "function_call":
-            return []
-        ended, self._kind = self._end(), kind
-        prefix = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}[kind]
-        item: dict[str, Any] = {"id": f"{prefix}{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
-        if kind == "message":
-            item |= {"role": "assistant", "content": []}
-        elif kind == "reasoning":
-            item |= {"summary": [], "content": []}
-        self._output.append(item)
-        added = [self._event("output_item.added", output_index=len(self._output) - 1, item=dict(item))]
-        if kind == "message":
-            item["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
-            added.append(self._of_part("content_part.added", part=dict(item["content"][0])))
-        elif kind == "reasoning":
-            item["content"] = [{"type": "reasoning_text", "text": ""}]
-        return [*ended, *added]
-
-    def _end(self, status: str = "completed") -> list[dict[str, Any]]:
-        kind, self._kind = self._kind, None
-        if kind is None:
-            return []
-        item = self._item
-        item["status"] = status
-        events = []
-        if kind == "message":
-            part = item["content"][0]
+    def ended(self, part: Part) -> list[types.ResponseEvent]:
+        events: list[types.ResponseEvent] = []
+        if part.kind == "text":
             events = [
-                self._of_part("output_text.done", text=part["text"], logprobs=[]), self._of_part("content_part.done", part=part)
-            ]  # fmt: skip
-        elif kind == "reasoning":
-            events = [self._of_part("reasoning_text.done", text=item["content"][0]["text"])]
+                {"type": "response.output_text.done", **self._of_part(), "text": part.text, "logprobs": []},
+                {"type": "response.content_part.done", **self._of_part(), "part": _text(part)},
+            ]
+        elif part.kind == "reasoning":
+            events = [{"type": "response.reasoning_text.done", **self._of_part(), "text": part.text}]
         else:
-            fields = {"name": item["name"], "arguments": item["arguments"]}
-            events = [self._event("function_call_arguments.done", **self._place(), **fields)]
-        return [*events, self._event("output_item.done", output_index=len(self._output) - 1, item=item)]
+            fields: types.CalledFunction = {"name": part.name, "arguments": part.text}
+            events = [{"type": "response.function_call_arguments.done", **self._of_item(), **fields}]
+        item = self._item(part, self._status())
+        added = len(self._output)
+        self._output.append(item)
+        return [*events, {"type": "response.output_item.done", **self._number(), "output_index": added, "item": item}]
 
-    def _call(self, piece: Mapping[str, Any]) -> list[dict[str, Any]]:
-        if "name" in piece:
-            return self._begin("function_call", call_id=piece["id"], name=piece["name"], arguments="")
-        self._item["arguments"] += piece["arguments"]
-        return [self._event("function_call_arguments.delta", **self._place(), delta=piece["arguments"])]
+    def finished(self, event: Event) -> list[types.ResponseEnd]:
+        kind: Literal["response.incomplete", "response.completed"] = "response.incomplete"
+        if (response := self.whole())["status"] == "completed":
+            kind = "response.completed"
+        return [{"type": kind, **self._number(), "response": response}]
 
-    def _done(self, event: Event) -> list[dict[str, Any]]:
-        self.count(event)
-        status = "incomplete" if self.finishes[0] == "length" else "completed"
-        ended = self._end(status)
-        return [*ended, self._event(status, response=self._response(status))]
+    def _number(self) -> types.Numbered:
+        self._count += 1
+        return {"sequence_number": self._count}
+
+    def _of_item(self) -> types.OfItem:
+        return {**self._number(), "item_id": self._item_id, "output_index": len(self._output)}
+
+    def _of_part(self) -> types.OfPart:
+        return {**self._of_item(), "content_index": 0}
+
+    def _item(self, part: Part, status: types.ItemStatus) -> types.ResponseItem:
+        """Return a part as an item, which has no content while it is in progress."""
+        is_open = status == "in_progress"
+        if part.kind == "text":
+            content = [] if is_open else [_text(part)]
+            return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+        if part.kind == "reasoning":
+            thoughts: list[types.ResponseThought] = [] if is_open else [{"type": "reasoning_text", "text": part.text}]
+            return {"id": self._item_id, "type": "reasoning", "status": status, "summary": [], "content": thoughts}
+        call: types.CalledFunction = {"name": part.name, "arguments": part.text}
+        return {"id": self._item_id, "type": "function_call", "status": status, "call_id": part.call_id, **call}
 
     # The whole answer -------------------------------------------------------------------------------------------------
 
-    def _response(self, status: str) -> dict[str, Any]:
-        fields, is_over = self._given, status != "in_progress"
+    def _started(self) -> types.StartedResponse:
+        fields = self._given
         return {
-            "id": self.head["id"], "object": "response", "created_at": self.head["created"], "status": status, "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": fields.get("instructions"), "max_output_tokens": fields.get("max_output_tokens"),
-            "model": self.body.model, "output": list(self._output),
+            "id": self.head["id"], "object": "response", "created_at": self.head["created"], "status": "in_progress",
+            "error": None, "incomplete_details": None, "instructions": fields.get("instructions"),
+            "max_output_tokens": fields.get("max_output_tokens"), "model": self.body.model, "output": [],
             "parallel_tool_calls": self.body.parallel_tool_calls is not False, "previous_response_id": None,
             "reasoning": {"effort": self.body.reasoning_effort, "summary": None}, "store": False,
             "temperature": 1.0 if self.body.temperature is None else self.body.temperature,
-            "text": fields.get("text") or {"format": {"type": "text"}}, "tool_choice": fields.get("tool_choice", "auto"),
-            "tools": fields.get("tools", []), "top_p": 1.0 if self.body.top_p is None else self.body.top_p,
-            "truncation": "disabled", "usage": self.usage() if is_over else None, "user": self.body.user, "metadata": {},
+            "text": fields["text"] if fields.get("text") else {"format": {"type": "text"}},
+            "tool_choice": fields.get("tool_choice", "auto"), "tools": fields.get("tools", []),
+            "top_p": 1.0 if self.body.top_p is None else self.body.top_p,
+            "truncation": "disabled", "usage": None, "user": self.body.user, "metadata": {},
         }  # fmt: skip
 
-    def usage(self) -> dict[str, Any]:
+    def _usage(self) -> types.ResponseUsage:
         return {
             "input_tokens": self.prompt_tokens, "input_tokens_details": {"cached_tokens": self.cached_tokens},
             "output_tokens": self.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }  # fmt: skip
 
-    def whole(self) -> dict[str, Any]:
-        return self._response("incomplete" if self.finishes.get(0) == "length" else "completed")
+    def _status(self) -> Literal["completed", "incomplete"]:
+        return "incomplete" if self.finishes.get(0) == "length" else "completed"
+
+    def whole(self) -> types.Response:
+        status = self._status()
+        return {
+            **self._started(), "status": status, "output": self._output, "usage": self._usage(),
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        }  # fmt: skip
+
+
+def _text(part: Part) -> types.ResponseText:
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
