@@ -1,7 +1,4 @@
-"""What the server answers: the type of each response and streamed chunk or event, from which the API's description is made.
-
-Responses are dicts of these types, so that mypy checks who makes them, and nothing is validated while an answer is sent.
-"""
+"""What does the server answer: which type has each response and streamed chunk or event?"""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
+# Responses are dicts of these types: mypy checks who makes them, and nothing is validated while an answer is sent.
 Count = Annotated[int, Field(ge=0)]
 Object = dict[str, Any]
 Finish = Literal["stop", "length", "tool_calls"] | None

@@ -1,8 +1,4 @@
-"""Jobs become one HTTP response: chunks and whole answers in OpenAI's form, merged, cancelled when the client disconnects.
-
-A request that is refused before it begins gets its own status, also for a stream: the response head of a stream waits
-up to `HOLD_S` for the first text. After that, an error is sent as an `error` event, and the stream ends without [DONE].
-"""
+"""How do jobs become one HTTP response, whole or streamed, in OpenAI's form?"""
 
 from __future__ import annotations
 
@@ -323,6 +319,7 @@ def _top_json(token: Token) -> dict[str, float]:
 
 # From jobs to a response ----------------------------------------------------------------------------------------------
 
+# A stream waits this long for its first text, so that a refused request has its own status; later errors are events.
 HOLD_S = 10.0
 PING_S = 15
 # Events that are joined with the next one if the first is unread.

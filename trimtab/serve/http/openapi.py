@@ -1,7 +1,4 @@
-"""The API's OpenAPI description, made from the schemas that requests are validated with and the types of answers.
-
-Version 3.2 is the first that can describe the events of a stream (`itemSchema`).
-"""
+"""What is the API's OpenAPI description?"""
 
 from __future__ import annotations
 
@@ -48,7 +45,8 @@ class _AnswerSchemas(GenerateJsonSchema):
 
 
 def description(*, has_key: bool, beside: Collection[str] = ()) -> Schema:
-    """Return the description. has_key: whether this server requires an API key. beside: its paths of `BESIDE`."""
+    """Return the description. has_key: whether this server requires an API key. beside: its paths of `BESIDE`. Version 3.2 is the
+    first that can describe the events of a stream (`itemSchema`)."""
     routes = {**ROUTES, **{path: BESIDE[path] for path in BESIDE if path in beside}}
     _, bodies = models_json_schema(
         [(route.body, "validation") for route in routes.values() if route.body is not None], ref_template=_TEMPLATE

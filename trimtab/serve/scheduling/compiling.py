@@ -1,9 +1,4 @@
-"""Compiling the schemas of answers on threads of the pool, where clients take turns, each with a process that can be ended.
-
-A schema may take seconds to compile, and some never end. They delay neither tokens nor prompts, and a client uses one thread at a
-time: slow schemas of one client delay no other client. Each grammar is compiled first in a process (prover.py), which is killed at
-its limits and when the client leaves. Threads are daemons: the worker ends without waiting for them, and the processes end with it.
-"""
+"""On which threads are the schemas of answers compiled, and whose turn is it?"""
 
 from __future__ import annotations
 
@@ -37,7 +32,9 @@ class _Compile(Work):
 
 
 class Compiling:
-    """The compiles that wait; the processes and the pool's threads end when this is collected. most: how many are done at once."""
+    """The compiles that wait; the processes and the pool's threads end when this is collected. most: how many are done at once. A
+    client uses one thread at a time: its slow schemas delay no other client. The processes are killed at their limits and when the
+    client leaves."""
 
     def __init__(self, pool: FairPool | None = None, *, most: int = MOST_AT_ONCE) -> None:
         self._line = _Line(pool or FairPool(), most)

@@ -1,12 +1,4 @@
-"""Decoding images and audio in a few threads, in an order in which no slow file delays other clients.
-
-    MediaPool       the threads, and the limit of their memory
-    MemoryReturner  the timer that gives freed memory back to the system
-
-Three budgets bound it: bytes of media (being decoded, or decoded until their prompt is computed), decodes of one client at
-once, and seconds of one request. A thread cannot be stopped: a request whose time is over is answered, and its thread is free
-again when the decoder returns; the limits on pixels and seconds of audio bound that.
-"""
+"""On which threads are images and audio decoded, so that no slow file delays other clients?"""
 
 from __future__ import annotations
 
@@ -67,7 +59,9 @@ class MediaPool(WorkLine[_Entry]):
     most_bytes: of all media that are decoded or being decoded; a request that needs more is decoded alone. A request that has no
     room is overtaken by as many others as there are threads, then nothing else begins before it. kept: the tensors of a prompt that
     was prepared; they count until they are dropped. most_s: of one request's decoding. A client has all threads while it is alone:
-    one is left for others while they wait, or have come in the last `LATELY_S`. clock: seconds.
+    one is left for others while they wait, or have come in the last `LATELY_S`. clock: seconds. Three budgets bound it: bytes of
+    media (being decoded, or decoded until their prompt is computed), decodes of one client at once, and seconds of one request. A
+    thread cannot be stopped: it is free again when the decoder returns.
     """
 
     def __init__(

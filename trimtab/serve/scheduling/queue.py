@@ -1,14 +1,4 @@
-"""Whose turn is it? The requests that wait for a row, and the work that waits for a thread: clients take turns in both.
-
-    FairQueue  what waits, by client
-    FairPool   one pool of threads for images and audio, prompts and grammars
-    WorkLine   what of one kind waits for a thread of the pool, and how much of it is done at once
-
-Between two turns of one client, every other client gets at most one turn, regardless of adapter. A client that arrives while the
-prompt of another one is computed precedes the next prompt of that one. A client's own adapters take turns too, and its requests
-for one adapter keep their order. The choices of one request (`Job.group`) share a prompt, so they are one turn. A client alone has
-every turn. A client is an API key, or an address without keys (`Job.sender`).
-"""
+"""Whose turn is it among requests that wait for a row and work that waits for a thread?"""
 
 from __future__ import annotations
 
@@ -46,7 +36,9 @@ Entry = TypeVar("Entry", bound=Waiting)
 
 class FairQueue(Generic[Entry]):
     """Requests by client (`Job.sender`) and adapter, the client whose turn is longest ago first. The client that had the last turn
-    stays at the front and is skipped, so that clients that arrive before the next turn precede it."""
+    stays at the front and is skipped, so that clients that arrive before the next turn precede it. Between two turns of one client,
+    every other client gets at most one turn. A client's adapters take turns too; its requests for one adapter keep their order. The
+    choices of one request (`Job.group`) are one turn. A client is an API key, or an address without keys (`Job.sender`)."""
 
     def __init__(self) -> None:
         self._by_client: OrderedDict[str, OrderedDict[str | None, deque[Entry]]] = OrderedDict()

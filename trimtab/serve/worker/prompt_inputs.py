@@ -1,19 +1,4 @@
-"""How do the prompts of jobs become model inputs? On other threads, once for all choices of a request, long texts refused early.
-
-PromptInputs        the pool of threads, and what they need of the model
-Preparing           the order of prompts, prepared one at a time, so that an image delays no token of others
-SharedInputs        one set of inputs for the jobs of a group
-MediaAhead          images cut into patches and audio turned into features before their prompt is tokenized, on any thread
-check_first_tokens  refuses a text that cannot fit the context by its first part, so that none occupies the tokenizer for seconds
-
-Images and audio are decoded, images resized and audio turned into features on a few threads (scheduling/media_pool.py). Everything
-else is done for one prompt at a time, because a tokenizer is changed while it encodes. Clients take turns, and short texts come
-first: a text waits for one prompt with media at most, however many of those there are.
-
-A processor calls its image processor and its feature extractor with separate options, so they are known after the first prompt with
-such media, which are prepared where it is tokenized. Prepared media are used once, and only for the same media with the same
-options: the result is that of the same call.
-"""
+"""How do the prompts of jobs become model inputs?"""
 
 from __future__ import annotations
 
@@ -377,8 +362,9 @@ class _Prepared:
 
 
 class MediaAhead:
-    """Replaces an image processor or a feature extractor, with all of its attributes. names: of its argument with
-    media. kind: of each of them."""
+    """Replaces an image processor or a feature extractor, with all of its attributes. names: of its argument with media. kind: of
+    each of them. The options of its call are known after the first prompt with such media. Prepared media are used once, and only
+    for the same media with the same options."""
 
     def __init__(self, real: Callable[..., object], names: Sequence[str], kind: type) -> None:
         self._real, self._names, self._kind = real, names, kind
@@ -469,8 +455,9 @@ class _Prompt(Work):
 
 
 class Preparing(WorkLine[_Prompt]):
-    """The prompts that wait; one is prepared at a time. prepare: job -> its inputs; its exception becomes the future's. media:
-    decodes images and audio first, in the same pool (None: prepare does)."""
+    """The prompts that wait. prepare: job -> its inputs; its exception becomes the future's. media: decodes images and audio first,
+    in the same pool (None: prepare does). One is prepared at a time, because a tokenizer is changed while it encodes. Clients take
+    turns, and short texts come first: a text waits for one prompt with media at most."""
 
     def __init__(self, prepare: Callable[[Job], Any], media: MediaPool | None = None) -> None:
         super().__init__(FairPool() if media is None else media.pool, "trimtab-prepare", 1)
