@@ -1,22 +1,4 @@
-"""`trimtab serve --config FILE`: one TOML file for all settings of the flags.
-
-    host = "127.0.0.1"
-    api_key_file = "keys"
-    timeout = 600
-
-    [limits]                       # --limit NAME=N
-    image_pixels = 4000000
-
-    [keys.alice]                   # an API key with its limits
-    key_file = "alice.key"
-    requests_per_minute = 60
-
-    [models.gemma]                 # as in a registry file
-    path = "models/gemma-4-E4B-it"
-
-A key is a flag's name with underscores. A flag on the command line overrides the file. Relative paths are relative to
-the file.
-"""
+"""Which settings does the TOML file of `trimtab serve --config FILE` give?"""
 
 from __future__ import annotations
 
@@ -47,7 +29,8 @@ def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -
     """Return the options, with the file's values for flags that were not given. `named_keys` holds the file's keys: key ->
     limits.
 
-    Errors: RequestError, CheckpointError with every problem of the file.
+    Errors: RequestError, CheckpointError with every problem of the file. A key is a flag's name with underscores. A flag on the
+    command line overrides the file. Relative paths are relative to the file.
     """
     path = Path(options.config)
     table, folder = read_toml(path, "--config"), path.parent

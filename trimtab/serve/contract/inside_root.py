@@ -1,14 +1,4 @@
-"""Is a client's adapter below the server's adapter folder, with every file, also while it is read?
-
-A user who may write below that folder can replace a file by a link between a check and a read. So each read is between
-two checks, which record every folder, link and file on the path with its inode and the time of its last change (ctime,
-which no user can set). An object that is moved or replaced, and restored, has another ctime. Links are followed below
-the root; links to the outside are refused, also if they lead back in. Adapters that the operator named are read from
-any folder.
-
-Not covered: hard links to files elsewhere, which every system treats as files of the folder. On Windows, ctime is the
-creation time, so a file that is moved away and back during one read is not detected.
-"""
+"""Is a client's adapter below the server's adapter folder, with every file, also while it is read?"""
 
 from __future__ import annotations
 
@@ -43,8 +33,10 @@ def look(folder: Path, root: Path) -> Hashable:
     """Return a stamp that is equal in two checks only if no object on the path to a folder and its entries was
     replaced.
 
-    folder, root: resolved. Errors: RequestError, also for objects other than files, folders and links, and for too many
-    entries.
+    folder, root: resolved. Errors: RequestError, also for objects other than files, folders and links, and for too many entries.
+    The stamp has every folder, link and file with its inode and ctime, which no user can set. Hard links to files elsewhere count
+    as files of the folder. On Windows, ctime is the creation time: a file that is moved away and back during one read is not
+    detected.
     """
     seen: dict[str, tuple[int, int, int]] = {}
     try:

@@ -1,18 +1,4 @@
-"""One client connection: time limits, the requests that it refuses, and which connection is closed at the connection limit.
-
-    Guard              every open connection, by its state
-    GuardedProtocol    uvicorn's HTTP/1.1 connection, with deadlines for head and body
-    StrictConnection   h11, which refuses heads that two servers could read in two ways
-
-When the connection limit is reached, the server closes a connection that has not sent a complete request, oldest first: one that
-waits longest for its head, then an idle one, then one that is still sending its body. So connections without requests cannot
-keep others out. Where more connections are sending bodies than heads, the one that has sent its body longest is closed
-first: bodies that come a byte at a time would otherwise leave few places for new connections, and each of these would be closed
-before it is read. An answer that its client does not read is closed early too. A few more connections are open to /health and
-/ready alone, for when all are being answered.
-
-A client that closes its own direction after a whole request (half-close) gets its answer. RFC 9112 section 9.6.
-"""
+"""Which limits does one client connection have, and which connection is closed at the connection limit?"""
 
 from __future__ import annotations
 
@@ -83,7 +69,12 @@ _quiet.setLevel(logging.ERROR)
 
 
 class Guard:
-    """Every open connection of a server. most: how many there may be, of those that are answered."""
+    """Every open connection of a server. most: how many there may be, of those that are answered.
+
+    At the limit the oldest connection without a complete request is closed: one that waits longest for its head, then an idle one,
+    then one that sends its body. Where more send bodies than heads, the one that has sent longest goes first, because bodies that
+    come a byte at a time would leave few places.
+    """
 
     def __init__(self, limits: Limits, most: int) -> None:
         self.limits, self._most = limits, most
@@ -139,7 +130,8 @@ class Guard:
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's connection. guard: where it is counted; the other arguments are uvicorn's."""
+    """uvicorn's connection. guard: where it is counted; the other arguments are uvicorn's. A client that closes its own direction
+    after a whole request (half-close) gets its answer (RFC 9112 section 9.6)."""
 
     def __init__(self, *arguments: Any, guard: Guard, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -102,7 +102,7 @@ class _Line(WorkLine[_Compile]):
     """The compiles, each with a prover. They do not refer to their owner, which ends them when it is collected."""
 
     def __init__(self, pool: FairPool, most: int) -> None:
-        super().__init__(pool, "trimtab-schema", most)
+        super().__init__(pool, most)
         self.provers: list[GrammarProver] = []
         self._free: list[GrammarProver] = []
         # The prover and the work of a thread that compiles.

@@ -69,7 +69,7 @@ class MediaPool(WorkLine[_Entry]):
         most_bytes: int = LEAST_BUDGET_BYTES, most_s: float = MEDIA_S, kept: Callable[[Any], Iterable[Any]] = lambda _: (),
         clock: Callable[[], float] = time.monotonic, pool: FairPool | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(pool or FairPool(), "trimtab-media", threads, look_s=LATELY_S)
+        super().__init__(pool or FairPool(), threads, look_s=LATELY_S)
         self._decode, self._size, self._kept, self._clock = decode, size, kept, clock
         self._most_bytes, self._most_s = most_bytes, most_s
         # The two clients that came last, and when.

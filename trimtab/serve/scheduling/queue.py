@@ -155,7 +155,7 @@ AnyWork = TypeVar("AnyWork", bound=Work)
 class FairPool:
     """The threads that do the work of several lines, each up to its limit; one begins when work may begin and none is free.
 
-    They are daemons: the process ends without waiting for them. A thread has the name of its work's line.
+    They are daemons: the process ends without waiting for them.
     """
 
     def __init__(self) -> None:
@@ -183,28 +183,22 @@ class FairPool:
     def _run(self) -> None:
         while (taken := self._next()) is not None:
             line, work = taken
-            threading.current_thread().name = line.name
             try:
                 line.do(work)
             finally:
-                with self.changed:
-                    line.turns.end(work.job.sender)
-                    self.changed.notify_all()
+                line.end(work)
             del work, taken  # its inputs, while the thread waits
             line.rest()
-            with self.changed:
-                line.busy -= 1
-                self.changed.notify_all()
+            line.leave_thread()
 
     def _next(self) -> tuple[WorkLine[Any], Any] | None:
         with self.changed:
             self._idle += 1
             while not self.is_closed:
                 for line in self.lines:
-                    if line.busy < line.most and (work := line.choose()) is not None:
+                    if len(line.turns) and line.busy < line.most and (work := line.choose()) is not None:
                         self._idle -= 1
-                        line.busy += 1
-                        line.turns.begin(work)
+                        line.begin(work)
                         return line, work
                 self.changed.wait(min((one.look_s for one in self.lines if len(one.turns)), default=None))
             return None
@@ -223,8 +217,8 @@ class WorkLine(Generic[AnyWork]):
     A line has its own turns: a client whose image is slow has its turn for a text.
     """
 
-    def __init__(self, pool: FairPool, name: str, most: int, *, look_s: float = threading.TIMEOUT_MAX) -> None:
-        self.pool, self.changed, self.name, self.most, self.look_s = pool, pool.changed, name, most, look_s
+    def __init__(self, pool: FairPool, most: int, *, look_s: float = threading.TIMEOUT_MAX) -> None:
+        self.pool, self.changed, self.most, self.look_s = pool, pool.changed, most, look_s
         self.turns: FairQueue[AnyWork] = FairQueue()
         self.busy = 0
         with self.changed:
@@ -240,6 +234,21 @@ class WorkLine(Generic[AnyWork]):
 
     def rest(self) -> None:
         """Called on the thread after each work, before it does another."""
+
+    def begin(self, work: AnyWork) -> None:
+        """Take work to a thread. Called with the lock."""
+        self.busy += 1
+        self.turns.begin(work)
+
+    def end(self, work: AnyWork) -> None:
+        with self.changed:
+            self.turns.end(work.job.sender)
+            self.changed.notify_all()
+
+    def leave_thread(self) -> None:
+        with self.changed:
+            self.busy -= 1
+            self.changed.notify_all()
 
     def put(self, work: AnyWork) -> None:
         """Let work wait for its turn. Errors: RuntimeError if the system starts no thread and there is none."""

@@ -1,16 +1,4 @@
-"""The scheduler: a bounded queue, fair between clients and adapters, prompts in chunks between the decode steps.
-
-One thread calls `turn` again and again; each turn takes up prepared requests, for `ADMIT_S` at most, decodes one step of all
-rows and computes pieces of the waiting prompts behind it, as many as in_progress.py has time for: a long prompt delays
-running answers by little. Prompts of a turn are given to the device before the step's tokens are waited for, and
-join the rows in the next turn, so that the device always has work. Inputs are prepared on a thread of the engine's, so that
-images delay no other client. Imports no torch: the engine behind it does the work, and in the tests a mock one. Time: `now`.
-
-Clients take turns, and so do the adapters of one client (queue.py). A long prompt is chosen only when the previous one is complete:
-a client that comes later waits for one prompt of another client, not for all that were sent before. Where prompts have separate
-keys and values, as on a CPU, short ones pass it between its chunks (in_progress.py). Requests without a row, embeddings and
-log-probabilities of prompts, are computed in pieces between the turns and delay no other prompt by more than one (in_progress.py).
-"""
+"""In which order do queued requests become rows, prompts are computed in pieces, and decode steps run?"""
 
 from __future__ import annotations
 
@@ -326,7 +314,10 @@ class _Prompts:
 class Scheduler:
     """Queues jobs and sends their events to `emit`. All methods are called from one thread.
 
-    queue_limit: the number of jobs that may wait beyond those with a free row. The next one is a QueueFullError.
+    queue_limit: the number of jobs that may wait beyond those with a free row. The next one is a QueueFullError. One thread calls
+    `turn` again and again. Prompts of a turn are given to the device before the step's tokens are waited for, and join the rows in
+    the next turn. A long prompt is chosen only when the previous one is complete; where prompts have separate keys and values, as
+    on a CPU, short ones pass it between its chunks.
     """
 
     def __init__(

@@ -1,22 +1,4 @@
-"""Messages between the API process and the worker, one JSON object each, with raw bytes; and whether the worker makes progress.
-
-A message is a JSON frame {"message": ..., "blobs": [path, ...]} followed by one frame per blob. A path gives the
-position of those bytes in the message, so that text from a client cannot be confused with them. Never pickle.
-
-    Pulse     the worker's side: the expected time of a piece of work, announced before it begins if it is long
-    Silence   the API process's side: since when nothing was received, whether that is too long, and when to end it
-    Life      the API process's side: the worker process from its start to its end, and what waits to be sent to it
-
-The loop that makes tokens sends beats, not a separate thread, so a loop that hangs is silent. One call can be long
-without a fault, such as a prompt chunk on a slow CPU. The worker knows how long work of a kind has taken per unit, and
-announces a bound before it begins if the bound is more than `LONG_S` or unknown. A worker that is silent without a
-bound, or beyond it, is not ready.
-
-It is ended later, and only if it does nothing: the CPU time of a process that hangs or was stopped does not grow, while
-that of one on a swapping machine does, or it reads. Activity is accepted up to `most_s`, since a loop can also run
-without end. Silence is counted in checks: if checks are late, this process was stopped or the machine slept, and
-perhaps the worker too.
-"""
+"""Which messages do the API process and the worker exchange, and does the worker make progress?"""
 
 from __future__ import annotations
 
@@ -41,8 +23,9 @@ from trimtab.serve.contract.job import Event, Job, Token
 
 
 class Channel:
-    """One end of the pipe. `send` may be called from several threads; `receive` from one. Errors: EOFError, OSError
-    when the other end is closed.
+    """One end of the pipe. `send` may be called from several threads; `receive` from one. Errors: EOFError, OSError when the other
+    end is closed. A message is a JSON frame {"message": ..., "blobs": [path, ...]} followed by one frame per blob. A path gives the
+    position of those bytes in the message. Never pickle.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -207,7 +190,9 @@ FADE = 0.9
 
 
 class Pulse:
-    """The announcements of a worker's loop. send: to the API process. now: seconds."""
+    """The announcements of a worker's loop. send: to the API process. now: seconds. The loop that makes tokens sends beats, not a
+    separate thread, so a loop that hangs is silent. A bound is announced before long work if it is more than `LONG_S` or
+    unknown."""
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None], *, now: Callable[[], float] = time.monotonic) -> None:
         self.send, self.now = send, now
@@ -260,8 +245,9 @@ class Patience:
 
 
 class Silence:
-    """The silence of one worker. patience: its limits. work: the worker's activity since its start, None if it is
-    stopped.
+    """The silence of one worker. patience: its limits. work: the worker's activity since its start, None if it is stopped. A silent
+    worker is not ready; it is ended later, and only if its CPU time does not grow and it reads nothing. Silence is counted in
+    checks: if checks are late, this process was stopped or the machine slept.
     """
 
     def __init__(self, patience: Patience, work: Callable[[], Activity | None]) -> None:

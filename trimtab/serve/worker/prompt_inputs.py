@@ -460,7 +460,7 @@ class Preparing(WorkLine[_Prompt]):
     turns, and short texts come first: a text waits for one prompt with media at most."""
 
     def __init__(self, prepare: Callable[[Job], Any], media: MediaPool | None = None) -> None:
-        super().__init__(FairPool() if media is None else media.pool, "trimtab-prepare", 1)
+        super().__init__(FairPool() if media is None else media.pool, 1)
         self._prepare, self._media = prepare, media
         self._first: Callable[[], None] = lambda: None
 

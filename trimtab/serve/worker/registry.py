@@ -1,23 +1,4 @@
-"""The models of a server: one on the command line, or several in a TOML file.
-
-    [models.gemma]
-    path = "models/gemma-4-E4B-it"
-    quant = "nf4-dq"
-    gpu_memory = "4GiB"
-    context = 4096
-    rows = 8
-    resident_adapters = 4          # how many may be on the model at once
-    keep = ["medical"]             # never taken off
-    idle_unload_s = 600            # give the memory back after ten quiet minutes
-    supports_image = true
-    supports_audio = false
-
-    [models.gemma.adapters]
-    medical = "adapters/medical"
-    style = "adapters/style:0.7"   # its change times 0.7
-
-Relative paths are relative to the file. `plan` may name a plan that `trimtab plan --save` wrote, instead of the placement.
-"""
+"""Which models does a server have: one on the command line, or several in a TOML file?"""
 
 from __future__ import annotations
 
@@ -165,7 +146,7 @@ def read_toml(path: Path, field: str) -> dict[str, Any]:
 def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedModel, ...]:
     """Return the models of a registry file. is_config: its other keys are those of `config_file`, which has read them.
 
-    Errors: RequestError if it cannot be read, CheckpointError with every problem.
+    Errors: RequestError if it cannot be read, CheckpointError with every problem. Relative paths are relative to the file.
     """
     document = read_toml(path := Path(path), "registry")
     problems = [f"unknown table or key {key!r} (known: models)" for key in document if key != "models" and not is_config]
