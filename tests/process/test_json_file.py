@@ -45,8 +45,8 @@ NO_FILES = {
     "trimtab/engine/chat/call_values.py": "the model's text, within the limits of an answer",
     "trimtab/serve/api/to_jobs.py:arguments_of": "a message of the API, within the server's limits",
     "trimtab/serve/worker/ipc.py:receive": "what a process of this package sent",
-    "trimtab/serve/api/messages_shape.py:_arguments": "a message of the API, within the server's limits",
-    "trimtab/serve/api/messages_shape.py:as_anthropics": "a message of the API, within the server's limits",
+    "trimtab/serve/api/messages_api.py:_arguments": "a message of the API, within the server's limits",
+    "trimtab/serve/api/messages_api.py:as_anthropics": "a message of the API, within the server's limits",
 }
 
 

@@ -177,4 +177,4 @@ def test_the_server_prepares_every_medium_on_a_thread_of_its_pool_the_first_too(
             found = engine.prepare(job).result(60)
         assert equal(found, chat.prepare(model, job.prompt, device=torch.device("cpu")))
     # What the processor learned from, then the two, then the comparison.
-    assert real.threads == ["trimtab-prepare", "trimtab-media", "trimtab-media", "MainThread"]
+    assert real.threads == ["trimtab-pool", "trimtab-pool", "trimtab-pool", "MainThread"]

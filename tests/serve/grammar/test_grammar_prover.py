@@ -169,7 +169,7 @@ def test_proofs_are_kept_up_to_a_size(made, monkeypatch):
     for name in ("aaa", "bbb", "ccc"):
         submit(made, "a", name).result(WAIT_S)
     again = submit(made, "a", "ccc").result(WAIT_S)
-    assert again is submit(made, "a", "ccc").result(WAIT_S) and made._threads._letters == 6
+    assert again is submit(made, "a", "ccc").result(WAIT_S) and made._line._letters == 6
 
 
 def test_processes_end_with_their_owner(monkeypatch):

@@ -775,6 +775,10 @@ def test_the_description_names_what_the_server_reads():
     end, error, piece = stream["itemSchema"]["anyOf"]
     assert piece["properties"]["data"]["contentSchema"] == {"$ref": "#/components/schemas/ChatCompletionChunk"}
     assert error["properties"]["event"] == {"const": "error"} and end["properties"]["data"] == {"const": "[DONE]"}
+    stream = found["paths"]["/v1/messages"]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    piece = stream["itemSchema"]["anyOf"][1]["properties"]
+    assert piece["data"]["contentSchema"] == {"$ref": "#/components/schemas/MessageStart"}
+    assert piece["event"] == {"enum": ["message_start"]}
 
 
 @pytest.mark.parametrize("stream", [False, True])

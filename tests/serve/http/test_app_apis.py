@@ -3,15 +3,20 @@
 import asyncio
 import base64
 import json
+import re
 import struct
+from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from tests.serve.http.test_app import PICTURE, PNG, events_of, wav
 from tests.serve.http.test_app_calling import called
 from tests.serving import USAGE, MockPool, client, failed, words
+from trimtab.serve.api.routes import ROUTES
 from trimtab.serve.contract.job import Event
 
+RECORD = json.loads((Path(__file__).parents[2] / "data" / "named_events.json").read_text("utf-8"))
 ASK = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "Hello"}]}
 
 
@@ -28,6 +33,20 @@ def named(response):
     events = [(name, json.loads(data)) for name, data in events_of(response)]
     assert all(name == data["type"] for name, data in events)
     return [data for _, data in events]
+
+
+@pytest.mark.parametrize("name", RECORD)
+def test_a_body_is_that_of_the_record_byte_for_byte_and_of_its_described_type(name):
+    one = RECORD[name]
+    several = lambda job: called(job, text="I look. é☃\U0001f600", thought="Hm.")  # noqa: E731
+    pool = MockPool(several if one["answer"] == "several parts" else lambda job: words(job, "abc", finish="length"))
+    found, route = client(pool).post(one["path"], json=one["asked"]), ROUTES[one["path"]]
+    text = re.sub(r"(?<=created_at\":)( ?)\d+", " 0", re.sub(r"[0-9a-f]{32}", "ID", found.text))
+    is_streamed = one["asked"]["stream"]
+    assert (text.split("\n\n") if is_streamed else text) == one["body"]
+    for answer in named(found) if is_streamed else [found.json()]:
+        kind = route.event if is_streamed else route.answer
+        TypeAdapter(kind).validate_python(answer, strict=True, extra="forbid")
 
 
 # Anthropic ------------------------------------------------------------------------------------------------------------

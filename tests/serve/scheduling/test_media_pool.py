@@ -14,6 +14,7 @@ from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Job
 from trimtab.serve.scheduling import media_pool
+from trimtab.serve.scheduling.compiling import Compiling
 from trimtab.serve.scheduling.media_pool import MediaPool
 from trimtab.serve.scheduling.scheduler import MistakeError
 from trimtab.serve.worker.prompt_inputs import Preparing
@@ -78,6 +79,21 @@ def test_a_slow_image_of_one_client_delays_nobody_elses(decoder):
     assert not slow.done()
     decoder.let_go.set()
     assert slow.result(WAIT_S) == "a"
+
+
+def test_media_prompts_and_grammars_have_one_pool_and_none_waits_for_another_kind(decoder):
+    prepared, pool = preparing(decoder)
+    compiling, done = Compiling(pool.pool, most=1), [Future() for _ in range(2)]
+    slow = [prepared.submit(job(name, b"slow", sender=name)) for name in "ab"]
+    decoder.wait_for("a")
+    decoder.wait_for("b")
+    compiling.submit("c", done[0], lambda: decoder.let_go.wait(WAIT_S))
+    compiling.submit("d", done[1], lambda: "compiled")
+    texts = [prepared.submit(Job(f"text {number}", "a text", GenerateRequest(), sender="a")) for number in range(9)]
+    assert [text.result(WAIT_S) for text in texts] == [f"text {number}" for number in range(9)]
+    assert not any(one.done() for one in (*slow, *done)) and len(pool.pool.threads) <= 4  # two, one and one
+    decoder.let_go.set()
+    assert [one.result(WAIT_S) for one in (*slow, *done)] == ["a", "b", True, "compiled"]
 
 
 def test_no_client_has_every_thread_while_others_come(decoder):
@@ -251,7 +267,7 @@ def test_what_fails_around_decoding_ends_neither_the_thread_nor_the_turn(decoder
     pool.submit(job("b", b"fast"), Future(), then)
     assert done.wait(WAIT_S)
     idle(pool)
-    assert pool.used_bytes == 0 and len(pool.threads) == 1 and pool.threads[0].is_alive()
+    assert pool.used_bytes == 0 and len(pool.pool.threads) == 1 and pool.pool.threads[0].is_alive()
 
 
 def test_a_thread_that_does_not_start_is_not_counted(decoder, monkeypatch):
@@ -260,12 +276,11 @@ def test_a_thread_that_does_not_start_is_not_counted(decoder, monkeypatch):
     def start(thread):
         raise RuntimeError("can't start new thread")
 
-    prepared.start(lambda: None)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
         assert isinstance(prepared.submit(job("a", b"fast")).exception(WAIT_S), MistakeError)
     assert prepared.submit(job("b", b"fast")).result(WAIT_S) == "b"
-    assert decoder.seen == ["b"] and len(pool.threads) == 1
+    assert decoder.seen == ["b"] and len(pool.pool.threads) == 2  # one decodes, one prepares
 
 
 def test_a_request_whose_media_take_too_long_is_answered(decoder):

@@ -261,7 +261,7 @@ def test_a_schema_is_compiled_where_no_token_waits_for_it(engine, monkeypatch):
     monkeypatch.setattr(Reading, "constraint", lambda *arguments: compiled.append(threading.current_thread()) or whole(*arguments))
     text, _, _ = run(engine, ask("a", schema=SCHEMA, tokens=100))["a"]
     assert json.loads(text) == {"n": 3, "c": "mauve"}
-    assert [(thread.name, thread.daemon) for thread in compiled] == [("trimtab-schema", True)]
+    assert [(thread.name, thread.daemon) for thread in compiled] == [("trimtab-pool", True)]
 
 
 def test_the_process_that_compiles_is_gone_when_its_client_leaves(engine, monkeypatch):
@@ -744,7 +744,7 @@ def test_media_are_decoded_by_the_pool_before_the_thread_that_tokenizes(engine, 
     monkeypatch.setattr(chat, "decode_media", decoded)
     monkeypatch.setattr(chat, "prepare", prepared)
     inputs = engine.prepare(Job("a", LOOK, GenerateRequest(max_new_tokens=2))).result(60)
-    assert seen == [("decode", "trimtab-media"), ("prepare", "trimtab-prepare", {True})]
+    assert seen == [("decode", "trimtab-pool"), ("prepare", "trimtab-pool", {True})]
     assert inputs.token_ids == stock.token_ids and inputs.marks == stock.marks
     for name, tensor in stock.tensors.items():
         assert torch.equal(inputs.tensors[name], tensor), name

@@ -9,7 +9,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
@@ -77,16 +77,16 @@ class Shape:
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self.forms: dict[str, str] = {}  # formats of the output head, and of keys and values
 
-    def opening(self, choices: int) -> list[dict[str, Any]]:
+    def opening(self, choices: int) -> Sequence[Mapping[str, Any]]:
         """Return the chunks before the first event."""
         return []
 
-    def pieces(self, index: int, event: Event) -> list[dict[str, Any]]:
+    def pieces(self, index: int, event: Event) -> Sequence[Mapping[str, Any]]:
         """Return an event's server-sent events, and collect it for `whole`."""
         chunk = self.chunk(index, event)
         return [] if chunk is None else [chunk]
 
-    def sent(self, piece: dict[str, Any], *, wants_usage: bool) -> dict[str, str]:
+    def sent(self, piece: Mapping[str, Any], *, wants_usage: bool) -> dict[str, str]:
         """Return a chunk as a server-sent event. If usage is requested, every chunk has the field, as in OpenAI's API."""
         return {"data": json.dumps({**piece, "usage": None} if wants_usage else piece)}
 
@@ -158,20 +158,65 @@ class Shape:
         return {}
 
 
-class NamedEvents(Shape):
-    """The form of an answer whose events have their types as names, with one choice."""
+@dataclass
+class Part:
+    """What follows without a break in an answer. kind: "text", "reasoning" or "call". text: of a call, its arguments."""
 
-    def sent(self, piece: dict[str, Any], *, wants_usage: bool) -> dict[str, str]:
+    kind: str
+    call_id: str = ""
+    name: str = ""
+    text: str = ""
+
+    def add(self, text: str) -> None:
+        self.text += text
+
+
+class NamedEvents(Shape):
+    """The form of an answer of one choice, which is parts one after the other; its events have their types as names."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__(body)
+        self._part: Part | None = None
+
+    def sent(self, piece: Mapping[str, Any], *, wants_usage: bool) -> dict[str, str]:
         return {"event": piece["type"], "data": json.dumps(piece)}
 
     def closing(self, *, wants_usage: bool) -> list[dict[str, str]]:
         return []
 
-    def count(self, event: Event) -> None:
-        """Collect how the answer ended and its tokens."""
-        self.finishes[0] = event.finish or "stop"
-        self.prompt_tokens, self.completion_tokens = event.usage["prompt_tokens"], event.usage["completion_tokens"]
-        self.cached_tokens = event.usage.get("cached_tokens", 0)
+    def pieces(self, index: int, event: Event) -> Sequence[Mapping[str, Any]]:
+        part, call = self._part, event.call or {}
+        if event.kind == "done":
+            self.finishes[0] = event.finish or "stop"
+            self.prompt_tokens, self.completion_tokens = event.usage["prompt_tokens"], event.usage["completion_tokens"]
+            self.cached_tokens = event.usage.get("cached_tokens", 0)
+            return [*([] if part is None else self.ended(part)), *self.finished(event)]
+        if event.kind not in ("reasoning", "call") and not event.text:
+            return []
+        begun: Sequence[Mapping[str, Any]] = ()
+        if part is None or part.kind != event.kind or "name" in call:
+            ended = [] if part is None else self.ended(part)
+            part = self._part = Part(event.kind, call.get("id", ""), call.get("name", ""))
+            begun = [*ended, *self.begun(part)]
+        if "name" in call:
+            return begun
+        text = call.get("arguments", event.text)
+        part.add(text)
+        return [*begun, self.grown(part, text)]
+
+    # The events that begin a part, that of its next text, those that end it and those that end the answer.
+
+    def begun(self, part: Part) -> Sequence[Mapping[str, Any]]:
+        raise NotImplementedError
+
+    def grown(self, part: Part, text: str) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    def ended(self, part: Part) -> Sequence[Mapping[str, Any]]:
+        raise NotImplementedError
+
+    def finished(self, event: Event) -> Sequence[Mapping[str, Any]]:
+        raise NotImplementedError
 
 
 class ChatShape(Shape):

@@ -21,8 +21,8 @@ EMBEDDINGS, TOKENIZE, DETOKENIZE = "/v1/embeddings", "/tokenize", "/detokenize"
 
 @dataclass(frozen=True)
 class Described:
-    """A route. answer: the type of a whole one (None: text, no JSON). body: None for GET. event: the type of a streamed chunk; of a
-    stream of named events, that of the error which ends it."""
+    """A route. answer: the type of a whole one (None: text, no JSON). body: None for GET. event: the type of a streamed chunk, or
+    those of named events."""
 
     words: str
     answer: Any
@@ -43,8 +43,8 @@ ROUTES: Mapping[str, Described] = {
         answers.ChatCompletionChunk,
     ),
     COMPLETIONS: Described("Continue a text or token ids", answers.Completion, wire.CompletionRequest, answers.Completion),
-    RESPONSES: Described("Answer in OpenAI's Responses form, stateless", answers.Response, ResponsesRequest, answers.Error),
-    MESSAGES: Described("Answer in Anthropic's form", answers.AnthropicMessage, MessagesRequest, answers.AnthropicError),
+    RESPONSES: Described("Answer in OpenAI's Responses form, stateless", answers.Response, ResponsesRequest, answers.ResponseEvent),
+    MESSAGES: Described("Answer in Anthropic's form", answers.AnthropicMessage, MessagesRequest, answers.MessageEvent),
     COUNT_TOKENS: Described("Count the tokens of such a request", answers.TokenCount, CountRequest),
     EMBEDDINGS: Described("One vector per text", answers.Embeddings, wire.EmbeddingsRequest),
     TOKENIZE: Described("The tokens of a text or chat", answers.Tokens, wire.TokenizeRequest),
@@ -58,8 +58,7 @@ ROUTES: Mapping[str, Described] = {
 BESIDE: Mapping[str, Described] = {RELOAD: Described("Reload settings, keys and adapters", answers.Reloaded, wire.ReloadRequest)}
 REQUESTS: Mapping[str, type[BaseModel]] = {path: route.body for path, route in ROUTES.items() if route.body is not None}
 # Routes whose bodies may have images and audio; routes with token ids in addition to other values; routes with errors
-# in Anthropic's form; streams of named events.
+# in Anthropic's form.
 WITH_MEDIA = (CHAT, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE)
 WITH_IDS = (COMPLETIONS, EMBEDDINGS, DETOKENIZE)
 ANTHROPICS = (MESSAGES, COUNT_TOKENS)
-NAMED_EVENTS = (RESPONSES, MESSAGES)

@@ -26,8 +26,6 @@ from trimtab.serve.api import schemas as wire
 from trimtab.serve.api import to_jobs as asking
 from trimtab.serve.api.answers import CLIENT_LEFT, ChatShape, CompletionShape, Merged, Shape, answer
 from trimtab.serve.api.body import FREE_BYTES, BodyLimits, BodyTooLargeError, Reader
-from trimtab.serve.api.messages_shape import MessagesShape, error_object
-from trimtab.serve.api.responses_shape import ResponsesShape
 from trimtab.serve.api.routes import (
     ANTHROPICS,
     BESIDE,
@@ -129,7 +127,7 @@ def _ignored_header(fields: Sequence[str]) -> str:
 
 def _as_asked(request: Request, status: int, body: Mapping[str, Any]) -> Response:
     """Return an error in the form of the API that was asked."""
-    return error_response(status, error_object(status, body) if request.url.path in ANTHROPICS else body)
+    return error_response(status, messages_api.error_object(status, body) if request.url.path in ANTHROPICS else body)
 
 
 async def _on_http_error(request: Request, exc: Exception) -> Response:
@@ -323,7 +321,7 @@ class _Api:
     async def responses(self, request: Request) -> Response:
         body, size = await self.reader.read(responses_api.ResponsesRequest, request)
         converted, request.state.names = await self.reader.run(size, lambda: responses_api.chat_of(body))
-        return await self._chat(request, converted, size, lambda chat: ResponsesShape(chat, body))
+        return await self._chat(request, converted, size, lambda chat: responses_api.ResponsesShape(chat, body))
 
     async def messages(self, request: Request) -> Response:
         body, size = await self.reader.read(messages_api.MessagesRequest, request)
@@ -332,7 +330,7 @@ class _Api:
         chat, request.state.names = await self.reader.run(size, lambda: messages_api.chat_of(body, longest=longest))
         if body.thinking is not None and body.thinking.budget_tokens is not None:
             request.state.ignored = [*(request.state.ignored or ()), "thinking.budget_tokens"]
-        return await self._chat(request, chat, size, MessagesShape, may_be_shorter=True)
+        return await self._chat(request, chat, size, messages_api.MessagesShape, may_be_shorter=True)
 
     async def _chat(
         self, request: Request, body: wire.ChatRequest, size: int, shape: Callable[[wire.ChatRequest], Shape], *,

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trimtab.serve.api.body import BodyLimits, Budget, Incoming
-from trimtab.serve.api.messages_shape import as_anthropics
+from trimtab.serve.api.messages_api import as_anthropics
 from trimtab.serve.api.routes import ANTHROPICS, REQUESTS
 from trimtab.serve.contract.errors import http_error
 from trimtab.serve.contract.head_lines import DifferentKeysError, Lines, credential_of, is_loopback, repeated, value_of

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+from typing_extensions import get_type_hints
 
 from trimtab._version import __version__
 from trimtab.serve.api.answer_types import AnthropicError, Error, Health, Object
-from trimtab.serve.api.routes import ANTHROPICS, BESIDE, NAMED_EVENTS, ROUTES, Described
+from trimtab.serve.api.routes import ANTHROPICS, BESIDE, ROUTES, Described
 from trimtab.serve.contract.settings import ADMIN_PATHS, RELOAD
 
 _OPEN = ("/health", "/ready")
@@ -50,8 +51,9 @@ def description(*, has_key: bool, beside: Collection[str] = ()) -> Schema:
     _, bodies = models_json_schema(
         [(route.body, "validation") for route in routes.values() if route.body is not None], ref_template=_TEMPLATE
     )
-    kinds = {kind.__name__: kind for route in (*ROUTES.values(), *BESIDE.values()) for kind in (route.answer, route.event)
-             if kind not in (None, Object)} | {"Error": Error}  # fmt: skip
+    kinds = {kind.__name__: kind for route in (*ROUTES.values(), *BESIDE.values())
+             for kind in (route.answer, *(get_args(route.event) or (route.event,)))
+             if kind not in (None, Object)} | {kind.__name__: kind for kind in (Error, AnthropicError)}  # fmt: skip
     _, answers = TypeAdapter.json_schemas(
         [(name, "serialization", TypeAdapter(kinds[name])) for name in sorted(kinds)],
         ref_template=_TEMPLATE, schema_generator=_AnswerSchemas,
@@ -88,29 +90,28 @@ def _content(path: str, route: Described) -> Schema:
         return {CONTENT_TYPE_LATEST: {"schema": {"type": "string"}}}
     content: Schema = {"application/json": {"schema": _reference(route.answer)}}
     if route.event is not None:
-        content["text/event-stream"] = {"itemSchema": _events(route.event, are_named=path in NAMED_EVENTS)}
+        content["text/event-stream"] = {"itemSchema": _events(route.event, AnthropicError if path in ANTHROPICS else Error)}
     return content
 
 
-def _events(kind: Any, *, are_named: bool) -> Schema:
+def _events(kind: Any, error_kind: Any) -> Schema:
     """Return the schema of one server-sent event of a stream; the last one may be an error. Pieces without a name end with [DONE]
-    if the answer is whole. kind: of the error of named events, else of a piece."""
+    if the answer is whole."""
 
-    def data(schema: Schema) -> Schema:
-        return {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    def event(title: str, name: Schema, schema: Schema) -> Schema:
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+        return {"title": title, "properties": {"event": name, "data": data}}
 
-    error = {"title": "an error, the last event", "properties": {
-        "event": {"const": "error"}, "data": data(_reference(kind if are_named else Error))}}  # fmt: skip
-    if are_named:
-        piece: Schema = {"event": {"type": "string"}, "data": data({"type": "object", "required": ["type"]})}
-        return {"type": "object", "required": ["data", "event"], "anyOf": [error, {"title": "a piece", "properties": piece}]}
+    error = event("an error, the last event", {"const": "error"}, _reference(error_kind))
+    if named := get_args(kind):
+        pieces = [event("a piece", {"enum": list(get_args(get_type_hints(one)["type"]))}, _reference(one)) for one in named]
+        return {"type": "object", "required": ["data", "event"], "anyOf": [error, *pieces]}
     message = {"const": "message"}  # an event without a name is called so where it is read
     return {
         "type": "object", "required": ["data"],
         "anyOf": [
-            {"title": "the end", "properties": {"event": message, "data": {"const": "[DONE]"}}},
-            {**error, "required": ["event"]},
-            {"title": "a piece", "properties": {"event": message, "data": data(_reference(kind))}},
+            {"title": "the end", "properties": {"event": message, "data": {"const": "[DONE]"}}}, {**error, "required": ["event"]},
+            event("a piece", message, _reference(kind)),
         ],
     }  # fmt: skip
 

@@ -6,7 +6,7 @@ import hashlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any
 from trimtab.serve.contract.log import write_traceback
 from trimtab.serve.grammar.prover import GrammarProver, Proof, ProverError
 from trimtab.serve.grammar.source import GrammarSource
-from trimtab.serve.scheduling.queue import FairPool, Turn, Work, settle
+from trimtab.serve.scheduling.queue import FairPool, Turn, Work, WorkLine, settle
 from trimtab.serve.scheduling.scheduler import MistakeError
 
 # Threads, and so processes: while one client's grammar is slow in one and a second one restarts after it, others have the third.
@@ -32,13 +32,13 @@ class _Compile(Work):
 
 
 class Compiling:
-    """The threads, which begin with the first work and end when this is collected. most: how many there are. A client uses one
-    thread at a time: its slow schemas delay no other client. Threads are daemons, and their processes are killed at their limits
-    and when the client leaves."""
+    """The compiles that wait; the processes and the pool's threads end when this is collected. most: how many are done at once. A
+    client uses one thread at a time: its slow schemas delay no other client. The processes are killed at their limits and when the
+    client leaves."""
 
-    def __init__(self, *, most: int = MOST_AT_ONCE) -> None:
-        self._threads = _Threads(most)
-        weakref.finalize(self, self._threads.close)
+    def __init__(self, pool: FairPool | None = None, *, most: int = MOST_AT_ONCE) -> None:
+        self._line = _Line(pool or FairPool(), most)
+        weakref.finalize(self, _close, weakref.ref(self._line.pool), self._line.provers)
 
     def submit(self, client: str, future: Future[Any], work: Callable[[], Any]) -> None:
         """Do a client's work in its turn, none of it while another work of the client is done.
@@ -47,7 +47,7 @@ class Compiling:
         is cancelled before its turn is not begun. Errors, in the future: MistakeError if no thread can be started.
         """
         try:
-            self._threads.put(_Compile(Turn(client), future, work))
+            self._line.put(_Compile(Turn(client), future, work))
         except RuntimeError as exc:  # the system has no thread left; the next schema tries again
             if future.set_running_or_notify_cancel():
                 future.set_exception(MistakeError(write_traceback(exc, "starting the thread that compiles schemas")))
@@ -58,27 +58,27 @@ class Compiling:
         Errors: as `GrammarProver.prove`.
         """
         key = hashlib.sha256(source.to_json().encode()).digest()
-        if (proof := self._threads.known(key)) is not None:
+        if (proof := self._line.known(key)) is not None:
             return proof
-        if (prover := getattr(self._threads.here, "prover", None)) is None:
+        if (prover := getattr(self._line.here, "prover", None)) is None:
             future: Future[Proof] = Future()
             self.submit(_OURS, future, lambda: self.prove(source, vocabulary))
             return future.result()
-        work = self._threads.here.work
+        work = self._line.here.work
         proof = prover.prove(source, vocabulary, lambda: not work.future.cancelled())
-        self._threads.keep(key, proof)
+        self._line.keep(key, proof)
         return proof
 
     def warm(self, vocabulary: Callable[[], bytes]) -> Future[Any]:
         """Start the first process before a schema needs it. Returns its future."""
         future: Future[Any] = Future()
-        self.submit(_OURS, future, lambda: self._threads.here.prover.start(vocabulary))
+        self.submit(_OURS, future, lambda: self._line.here.prover.start(vocabulary))
         return future
 
     @property
     def pids(self) -> list[int]:
         """The processes that are running."""
-        return [pid for prover in list(self._threads.provers) if (pid := prover.pid) is not None]
+        return [pid for prover in list(self._line.provers) if (pid := prover.pid) is not None]
 
     def after(self, earlier: Future[Any], client: str, work: Callable[[Any], Any]) -> Future[Any]:
         """Return the future of `work(result)` with the result of an earlier future, whose exception it has otherwise. Cancelling it
@@ -98,13 +98,14 @@ class Compiling:
             future.set_exception(exc)
 
 
-class _Threads(FairPool[_Compile]):
-    """The threads, each with a prover. They do not refer to their owner, which ends them when it is collected."""
+class _Line(WorkLine[_Compile]):
+    """The compiles, each with a prover. They do not refer to their owner, which ends them when it is collected."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__("trimtab-schema", most)
+    def __init__(self, pool: FairPool, most: int) -> None:
+        super().__init__(pool, most)
         self.provers: list[GrammarProver] = []
-        # The prover and the work of each thread.
+        self._free: list[GrammarProver] = []
+        # The prover and the work of a thread that compiles.
         self.here = threading.local()
         self._proofs: OrderedDict[bytes, Proof] = OrderedDict()
         self._letters = 0
@@ -129,25 +130,28 @@ class _Threads(FairPool[_Compile]):
         return next((work for work in self.turns.in_turn() if not self.turns.running(work.job.sender)), None)
 
     def do(self, work: _Compile) -> None:
-        self.here.work = work
+        with self.changed:
+            if not self._free:
+                self._free.append(GrammarProver())
+                self.provers += self._free
+            self.here.prover, self.here.work = self._free.pop(), work
         settle(work.future, work.do)  # until it has ended it can be cancelled, which ends its process
         self.here.work = None
 
     def rest(self) -> None:
+        prover, self.here.prover = self.here.prover, None
         try:
-            self.here.prover.renew()
+            prover.renew()
         except ProverError as exc:  # the next grammar tries again, and says so
             write_traceback(exc, "starting the process that compiles grammars")
+        self._free.append(prover)
 
-    def _run(self) -> None:
-        self.here.prover = GrammarProver()
-        self.provers.append(self.here.prover)
-        super()._run()
 
-    def close(self) -> None:
-        super().close()
-        for prover in self.provers:
-            prover.close()
+def _close(pool: weakref.ref[FairPool], provers: Sequence[GrammarProver]) -> None:
+    if (threads := pool()) is not None:
+        threads.close()
+    for prover in provers:
+        prover.close()
 
 
 def _cancel_too(earlier: weakref.ref[Future[Any]], future: Future[Any]) -> None:

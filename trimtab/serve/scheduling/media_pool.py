@@ -18,7 +18,7 @@ from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning.memory.media import LEAST_BUDGET_BYTES
 from trimtab.serve.contract.job import Job
 from trimtab.serve.contract.log import drop_tracebacks, write_traceback
-from trimtab.serve.scheduling.queue import FairPool, Turn, Work
+from trimtab.serve.scheduling.queue import FairPool, Turn, Work, WorkLine
 from trimtab.serve.scheduling.scheduler import MistakeError
 
 THREADS = 2
@@ -53,8 +53,8 @@ def _mistake(exc: BaseException) -> MistakeError:
     return MistakeError(write_traceback(exc, "decoding images and audio"))
 
 
-class MediaPool(FairPool[_Entry]):
-    """The threads; clients take turns. decode: returns a job with its media decoded. size: how many bytes they will take.
+class MediaPool(WorkLine[_Entry]):
+    """The media that wait; clients take turns. decode: returns a job with its media decoded. size: how many bytes they will take.
 
     most_bytes: of all media that are decoded or being decoded; a request that needs more is decoded alone. A request that has no
     room is overtaken by as many others as there are threads, then nothing else begins before it. kept: the tensors of a prompt that
@@ -67,9 +67,9 @@ class MediaPool(FairPool[_Entry]):
     def __init__(
         self, decode: Callable[[Job], Job], size: Callable[[Job], int], *, threads: int = THREADS,
         most_bytes: int = LEAST_BUDGET_BYTES, most_s: float = MEDIA_S, kept: Callable[[Any], Iterable[Any]] = lambda _: (),
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, pool: FairPool | None = None,
     ) -> None:  # fmt: skip
-        super().__init__("trimtab-media", threads, look_s=LATELY_S)
+        super().__init__(pool or FairPool(), threads, look_s=LATELY_S)
         self._decode, self._size, self._kept, self._clock = decode, size, kept, clock
         self._most_bytes, self._most_s = most_bytes, most_s
         # The two clients that came last, and when.

@@ -152,19 +152,77 @@ class Work:
 AnyWork = TypeVar("AnyWork", bound=Work)
 
 
-class FairPool(Generic[AnyWork]):
-    """Threads that do the work of clients in their turns; each begins when work comes and none is free. name: of the threads.
-    most: how many there are. look_s: seconds after which they look for work that may begin, if nothing changed.
+class FairPool:
+    """The threads that do the work of several lines, each up to its limit; one begins when work may begin and none is free.
 
     They are daemons: the process ends without waiting for them.
     """
 
-    def __init__(self, name: str, most: int, *, look_s: float | None = None) -> None:
-        self._name, self.most, self._look_s = name, most, look_s
-        self.turns: FairQueue[AnyWork] = FairQueue()
+    def __init__(self) -> None:
         self.changed = threading.Condition()
+        self.lines: list[WorkLine[Any]] = []
         self.threads: list[threading.Thread] = []
         self._idle, self.is_closed = 0, False
+
+    def needs_thread(self, line: WorkLine[Any]) -> bool:
+        """Whether no thread is free for one more work of a line that may begin it. Called with the lock."""
+        waiting = sum(len(one.turns) for one in self.lines)
+        return waiting >= self._idle and line.busy < line.most and len(self.threads) < sum(one.most for one in self.lines)
+
+    def start_thread(self) -> None:
+        """Start one more. Errors: RuntimeError if the system starts no thread and there is none."""
+        thread = threading.Thread(target=self._run, name="trimtab-pool", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread left: those that run do the work
+            if not self.threads:
+                raise
+        else:
+            self.threads.append(thread)
+
+    def _run(self) -> None:
+        while (taken := self._next()) is not None:
+            line, work = taken
+            try:
+                line.do(work)
+            finally:
+                line.end(work)
+            del work, taken  # its inputs, while the thread waits
+            line.rest()
+            line.leave_thread()
+
+    def _next(self) -> tuple[WorkLine[Any], Any] | None:
+        with self.changed:
+            self._idle += 1
+            while not self.is_closed:
+                for line in self.lines:
+                    if len(line.turns) and line.busy < line.most and (work := line.choose()) is not None:
+                        self._idle -= 1
+                        line.begin(work)
+                        return line, work
+                self.changed.wait(min((one.look_s for one in self.lines if len(one.turns)), default=None))
+            return None
+
+    def close(self) -> None:
+        """Let the threads end, each after its work."""
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
+
+
+class WorkLine(Generic[AnyWork]):
+    """Work of one kind that waits for threads; clients take turns. most: how much is done at once. look_s: seconds after which a
+    free thread looks for work that may begin, if nothing changed.
+
+    A line has its own turns: a client whose image is slow has its turn for a text.
+    """
+
+    def __init__(self, pool: FairPool, most: int, *, look_s: float = threading.TIMEOUT_MAX) -> None:
+        self.pool, self.changed, self.most, self.look_s = pool, pool.changed, most, look_s
+        self.turns: FairQueue[AnyWork] = FairQueue()
+        self.busy = 0
+        with self.changed:
+            pool.lines.append(self)
 
     @abstractmethod
     def choose(self) -> AnyWork | None:
@@ -175,26 +233,31 @@ class FairPool(Generic[AnyWork]):
         """Do the work and set its future."""
 
     def rest(self) -> None:
-        """Called on a thread after each work."""
+        """Called on the thread after each work, before it does another."""
+
+    def begin(self, work: AnyWork) -> None:
+        """Take work to a thread. Called with the lock."""
+        self.busy += 1
+        self.turns.begin(work)
+
+    def end(self, work: AnyWork) -> None:
+        with self.changed:
+            self.turns.end(work.job.sender)
+            self.changed.notify_all()
+
+    def leave_thread(self) -> None:
+        with self.changed:
+            self.busy -= 1
+            self.changed.notify_all()
 
     def put(self, work: AnyWork) -> None:
         """Let work wait for its turn. Errors: RuntimeError if the system starts no thread and there is none."""
         with self.changed:
-            if len(self.turns) >= self._idle and len(self.threads) < self.most:
-                self._start_thread()
+            if self.pool.needs_thread(self):
+                self.pool.start_thread()
             self.turns.add(work)
             self.changed.notify_all()
         work.future.add_done_callback(partial(self._is_done, weakref.ref(work)))
-
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the system has no thread left: those that run do the work
-            if not self.threads:
-                raise
-        else:
-            self.threads.append(thread)
 
     def _is_done(self, waiting: weakref.ref[AnyWork], future: Future[Any]) -> None:
         """Forget work whose client has left, and let others begin that waited behind it."""
@@ -203,34 +266,6 @@ class FairPool(Generic[AnyWork]):
                 if (work := waiting()) is not None and work in self.turns:
                     self.turns.remove(work)
                 self.changed.notify_all()
-
-    def _run(self) -> None:
-        while (work := self._next()) is not None:
-            try:
-                self.do(work)
-            finally:
-                with self.changed:
-                    self.turns.end(work.job.sender)
-                    self.changed.notify_all()
-            del work  # its inputs, while the thread waits
-            self.rest()
-
-    def _next(self) -> AnyWork | None:
-        with self.changed:
-            self._idle += 1
-            while not self.is_closed:
-                if (work := self.choose()) is not None:
-                    self._idle -= 1
-                    self.turns.begin(work)
-                    return work
-                self.changed.wait(self._look_s if len(self.turns) else None)
-            return None
-
-    def close(self) -> None:
-        """Let the threads end, each after its work."""
-        with self.changed:
-            self.is_closed = True
-            self.changed.notify_all()
 
 
 def settle(future: Future[Any], work: Callable[[], Any], *, is_running: bool = False) -> None:

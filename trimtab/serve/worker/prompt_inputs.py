@@ -32,7 +32,7 @@ from trimtab.serve.contract.log import drop_tracebacks, write_traceback
 from trimtab.serve.grammar.constraint import Grammar
 from trimtab.serve.scheduling.compiling import Compiling
 from trimtab.serve.scheduling.media_pool import MediaPool
-from trimtab.serve.scheduling.queue import FairPool, Turn, Work, settle
+from trimtab.serve.scheduling.queue import FairPool, Turn, Work, WorkLine, settle
 from trimtab.serve.scheduling.scheduler import MistakeError
 from trimtab.serve.worker.answer import Reading, error_on_host, is_chat, template_kwargs
 
@@ -78,14 +78,14 @@ class PromptInputs:
         )  # fmt: skip
         self._preparing = Preparing(self.make, self.media)
         self._shared = SharedInputs(self._preparing.submit)
-        self._compiling = Compiling()
+        self._compiling = Compiling(self.media.pool)
         self.has_learned = threading.Event()
         self.has_learned.set()
         self._grammar: Grammar | None = None
         self._hidden: dict[tuple[str, ...], frozenset[int]] = {}  # one for each form of answers in a template
 
     def learn_media(self) -> None:
-        """Have the processor see an image and a second of silence, on the thread that prepares prompts. Errors: CheckpointError if
+        """Have the processor see an image and a second of silence, before any prompt is prepared. Errors: CheckpointError if
         the model has no tokenizer that can be used."""
         _ = self.model.processor
         self.has_learned.clear()
@@ -454,21 +454,20 @@ class _Prompt(Work):
     pass_on: Callable[[Any], None] | None = None
 
 
-class Preparing(FairPool[_Prompt]):
-    """The thread. prepare: job -> its inputs; its exception becomes the future's. media: decodes images and audio first (None:
-    prepare does). There is one thread, because a tokenizer is changed while it encodes. Clients take turns, and short texts come
-    first: a text waits for one prompt with media at most."""
+class Preparing(WorkLine[_Prompt]):
+    """The prompts that wait. prepare: job -> its inputs; its exception becomes the future's. media: decodes images and audio first,
+    in the same pool (None: prepare does). One is prepared at a time, because a tokenizer is changed while it encodes. Clients take
+    turns, and short texts come first: a text waits for one prompt with media at most."""
 
     def __init__(self, prepare: Callable[[Job], Any], media: MediaPool | None = None) -> None:
-        super().__init__("trimtab-prepare", 1)
+        super().__init__(FairPool() if media is None else media.pool, 1)
         self._prepare, self._media = prepare, media
-        self._first: Callable[[], None] | None = None
+        self._first: Callable[[], None] = lambda: None
 
     def start(self, first: Callable[[], None]) -> None:
-        """Start the thread. first: called before any prompt; if that fails, prompts are prepared nevertheless."""
+        """Begin `first`, before any prompt; if that fails, prompts are prepared nevertheless."""
         self._first = first
-        with self.changed:
-            self._start_thread()
+        self.put(_Prompt(Turn(""), Future(), [], True))
 
     def submit(self, job: Job) -> Future[Any]:
         """Return the inputs to be; cancelling them is enough to forget the job."""
@@ -489,18 +488,15 @@ class Preparing(FairPool[_Prompt]):
     def choose(self) -> _Prompt | None:
         return min(self.turns.in_turn(), key=lambda one: not one.is_short, default=None)
 
-    def _run(self) -> None:
-        try:
-            if self._first is not None:
-                self._first()
-        except BaseException as exc:
-            # A panic of a library in Rust too: without this thread every later prompt would wait indefinitely.
-            write_traceback(exc, "before the first prompt")
-        super()._run()
-
     def do(self, work: _Prompt) -> None:
+        if not work.prompt:
+            try:
+                self._first()
+            except BaseException as exc:
+                # A panic of a library in Rust too: without this thread every later prompt would wait indefinitely.
+                write_traceback(exc, "before the first prompt")
         # A job with media has been running since it was decoded.
-        if work.pass_on is not None or work.future.set_running_or_notify_cancel():
+        elif work.pass_on is not None or work.future.set_running_or_notify_cancel():
             settle(work.future, lambda: self._inputs(work), is_running=True)
 
     def _inputs(self, work: _Prompt) -> Any:
