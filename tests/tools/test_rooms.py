@@ -125,6 +125,13 @@ def test_events_are_recorded_on_the_stream_of_a_named_gpu():
     assert not [str(file) for file in files if re.search(r"\.record\(\)", file.read_text(encoding="utf-8"))]
 
 
+def test_one_file_of_the_tests_sleeps():
+    """The others wait for a condition with `tests/waiting.py`: a pause is too long, or too short on a busy machine."""
+    tests = rooms.ROOT / "tests"
+    found = {file.relative_to(tests).as_posix() for file in tests.rglob("*.py") if re.search(r"\bsleep\(", file.read_text("utf-8"))}
+    assert found == {"waiting.py"}
+
+
 def test_no_docstring_names_a_file_by_its_former_name():
     present = {file.name for folder in ("trimtab", "tests", "tools", "bench") for file in (rooms.ROOT / folder).rglob("*.py")}
     former = {f"{old.rpartition('/')[2]}.py" for old in former_names.moves()} - present
