@@ -8,7 +8,7 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 
 import pytest
@@ -195,7 +195,7 @@ def test_what_no_worker_was_given_yet_outlives_those_that_die_while_loading(star
 
 @pytest.mark.parametrize("refused", ["process", "thread"])
 def test_a_worker_that_the_system_does_not_start_at_once_is_started_later(supervisor, refused, monkeypatch):
-    owner = SpawnProcess if refused == "process" else threading.Thread
+    owner = BaseProcess if refused == "process" else threading.Thread
     start, processes = owner.start, []
 
     def fail_once(self):
@@ -224,7 +224,7 @@ def test_a_worker_that_the_system_does_not_start_can_be_started_again(monkeypatc
 
     supervisor = Supervisor({"adapters": {}}, target=toy_worker.main)
     with monkeypatch.context() as patched:
-        patched.setattr(SpawnProcess, "start", fail)
+        patched.setattr(BaseProcess, "start", fail)
         with pytest.raises(BlockingIOError):
             supervisor.start()
     assert supervisor.state == "stopped"  # a pool starts what is stopped and asked for
