@@ -30,7 +30,7 @@ from tests import cuda_on_cpu
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 # As on a GPU, a product and a sum become one operation only where the source says fmaf.
-FLAGS = ("-std=c++17", "-Og", "-w", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")  # fmt: skip
+FLAGS = ("-std=c++17", "-O1", "-w", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")  # fmt: skip
 if os.environ.get("TRIMTAB_TESTS_SANITIZED"):  # `make test-sanitized`; stacks of fibers are not known to it
     FLAGS += ("-fsanitize=address,alignment", "-fno-sanitize-recover=all", "--param", "asan-stack=0", "-g1")
 _GUARD_BYTES = 512
