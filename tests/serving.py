@@ -5,6 +5,7 @@ from itertools import accumulate
 
 from starlette.testclient import TestClient
 
+from tests.waiting import turns
 from trimtab.errors import RequestError
 from trimtab.serve.contract.errors import UnknownModelError
 from trimtab.serve.contract.job import Event, Token
@@ -126,6 +127,20 @@ async def forever(job):
     """An answer that says something and never ends."""
     yield Event(job.id, "text", text="so far")
     await asyncio.Event().wait()
+
+
+def late(*ends):
+    """Return an answer that says something and, once its stream has begun, these events or errors. ends: job -> one."""
+
+    async def answer(job):
+        yield Event(job.id, "text", text="so far")
+        await turns(20)
+        for end in ends:
+            if isinstance(found := end(job), Exception):
+                raise found
+            yield found
+
+    return answer
 
 
 def client(pool=None, settings=None, *, base_url="http://localhost", raises=True, **options):

@@ -1,8 +1,8 @@
 """A worker without a model: it echoes, and hangs, dies or fails where the test wants it to."""
 
 import os
-import time
 
+from tests.waiting import hang
 from trimtab.serve.contract.job import Event
 from trimtab.serve.worker.ipc import Channel, event_to_message, job_from_message
 
@@ -50,15 +50,15 @@ def _obey(channel, message):
                 pass
             case "announced":
                 channel.send({"say": "busy", "what": "a long piece", "most_s": job.deadline_s})
-                time.sleep(job.deadline_s / 2)
+                hang(job.deadline_s / 2)
                 emit(Event(job.id, "done", finish="stop"))
             case "hang":
-                time.sleep(600)
+                hang()
             case "die":
                 os._exit(7)
     elif message["do"] == "call":
         if message["what"] == "hang":
-            time.sleep(600)
+            hang()
         if message["what"] == "unload_adapter" and message["name"] == "busy":
             error = {"class": "RequestError", "message": "is in use", "fields": {"field": "lora_name"}}
             channel.send({"say": "reply", "id": message["id"], "error": error})

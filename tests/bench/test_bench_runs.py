@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import pytest
 
 from bench import formats, matrix, start, start_parts
 from bench.served import Served
-from tests import ROOT
+from tests import ROOT, waiting
 from trimtab.doctor.cases.cases import CASE_NAMES, CASES
 
 
@@ -119,7 +118,7 @@ def test_what_was_found_is_kept_when_the_run_is_ended_from_outside(monkeypatch):
     assert [run["label"] for run in kept] == ["PASS"]
 
 
-WAITS = "import time; time.sleep(600)"
+WAITS = "import threading; threading.Event().wait(600)"
 
 
 def test_an_ended_server_has_no_guard_left():
@@ -132,10 +131,7 @@ def test_an_ended_server_has_no_guard_left():
 
 @pytest.mark.skipif(os.name != "posix", reason="asks for a process by its id")
 def test_a_server_ends_with_a_bench_that_is_killed():
-    code = (
-        "import time\nfrom bench.served import Served\n"
-        f"print(Served((), command=('-c', {WAITS!r})).process.pid, flush=True)\ntime.sleep(600)"
-    )
+    code = f"from bench.served import Served\nprint(Served((), command=('-c', {WAITS!r})).process.pid, flush=True)\n{WAITS}"
     bench = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert bench.stdout is not None
     with bench.stdout:
@@ -143,17 +139,7 @@ def test_a_server_ends_with_a_bench_that_is_killed():
         os.kill(server, 0)
         bench.kill()
         bench.wait()
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
-        state = Path(f"/proc/{server}/stat")
-        try:
-            os.kill(server, 0)
-        except ProcessLookupError:
-            return
-        if state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z":  # nobody has asked for its end yet
-            return
-        time.sleep(0.05)
-    raise AssertionError("the server goes on")
+    waiting.until(lambda: waiting.is_gone(server))
 
 
 IMPORTTIME = """import time: self [us] | cumulative | imported package

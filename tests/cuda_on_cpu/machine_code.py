@@ -1,7 +1,5 @@
-"""Machine code of CUDA sources for cards that need not be here: NVRTC compiles each once for every later process.
-
-Where a toolkit's nvcc alone is installed it compiles them each time; without either a test is skipped.
-"""
+"""Machine code of CUDA sources for cards that need not be here: NVRTC, or a toolkit's nvcc, compiles each once for every later
+process. Without either a test is skipped."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -29,13 +28,24 @@ def machine_code(source: str, target: str, options: Sequence[str] = ()) -> bytes
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("neither NVRTC nor nvcc is installed")
-    with tempfile.TemporaryDirectory() as folder:
+    command = [nvcc, "-std=c++17", f"-arch={target}", "-cubin", *options]
+    kept = cuda_on_cpu.folder() / f"{hashlib.sha256(repr((_version(nvcc), command, source)).encode()).hexdigest()}.cubin"
+    if kept.exists():
+        kept.touch()  # it is in use
+        return kept.read_bytes()
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
         file, made = Path(folder) / "kernels.cu", Path(folder) / "kernels.cubin"
         file.write_text(source, encoding="utf-8")
-        command = [nvcc, "-std=c++17", f"-arch={target}", "-cubin", *options, "-o", str(made), str(file)]
-        ran = subprocess.run(command, capture_output=True, text=True)
+        ran = subprocess.run([*command, "-o", str(made), str(file)], capture_output=True, text=True)
         assert ran.returncode == 0, ran.stdout + ran.stderr
-        return made.read_bytes()
+        made.replace(kept)
+    return kept.read_bytes()
+
+
+@lru_cache
+def _version(nvcc: str) -> str:
+    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
 
 
 def _folder(compiler: nvrtc.Compiler) -> Path:

@@ -4,13 +4,14 @@ import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.cuda_on_cpu import FOLDER_VARIABLE, modules, run
+from tests.cuda_on_cpu import FOLDER_VARIABLE, machine_code, modules, run
 from tests.engine.kernels.test_experts import kernels as kernels_of_experts
 from tests.gpu import once
 from trimtab.engine.formats import int8_head as head8
@@ -360,3 +361,21 @@ def test_a_wrong_kernel_of_many_tokens_is_named(monkeypatch):
     assert "adapters of a prompt, torch.bfloat16: one is" in said
     assert "an unpacked weight, fp4, torch.float16: one value is" in said
     assert "adapters inside products, nf4: columns are" in said
+
+
+def test_what_nvcc_compiled_is_kept_and_another_target_or_source_is_compiled_for_itself(tmp_path, monkeypatch):
+    asked = []
+
+    def nvcc(command, **_):
+        if "--version" not in command:
+            asked.append(command[2])
+            Path(command[-2]).write_bytes(repr(command[2]).encode() + Path(command[-1]).read_bytes())
+        return SimpleNamespace(returncode=0, stdout="release 13.0", stderr="")
+
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "made"))
+    monkeypatch.setattr(machine_code.nvrtc, "find_compiler", lambda: None)
+    monkeypatch.setattr(machine_code.shutil, "which", lambda name: "a toolkit's nvcc")
+    monkeypatch.setattr(machine_code.subprocess, "run", nvcc)
+    codes = [machine_code.machine_code(*one) for one in [("a", "sm_75"), ("a", "sm_75"), ("a", "sm_90"), ("b", "sm_75")]]
+    assert codes == [b"'-arch=sm_75'a", b"'-arch=sm_75'a", b"'-arch=sm_90'a", b"'-arch=sm_75'b"]
+    assert len(asked) == 3

@@ -5,11 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from tests import ROOT
+from tests import ROOT, waiting
 from trimtab.cli import main as cli
 from trimtab.doctor.cases import runner as matrix
 from trimtab.doctor.cases.runner import read_runs
@@ -119,9 +118,7 @@ def test_real_ctrl_c_leaves_a_whole_file_and_no_process(tmp_path):
     command = [sys.executable, "-m", "trimtab", "doctor", "--matrix", "--engine", "stock", "--device", "cpu"]
     running = subprocess.Popen([*command, "--save", str(file)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
-        end = time.monotonic() + 120
-        while time.monotonic() < end and not (file.is_file() and read_runs(file)["runs"]):
-            time.sleep(0.1)
+        waiting.until(lambda: file.is_file() and read_runs(file)["runs"], 120)
         running.send_signal(signal.SIGINT)
         shown, _ = running.communicate(timeout=30)
     finally:

@@ -94,10 +94,10 @@ def test_damaged_adapters_are_refused_by_name_while_others_are_answered(server, 
 
 
 def test_clients_that_leave_at_random_free_their_rows(server):
-    found = faults.leaving(40, 8, server=server)
+    found = faults.leaving(16, 4, server=server)
     assert found["left"] == NOTHING_LEFT and found["same_worker"]
     assert {name.split(": ")[1] for name in found["ended"]} == {"left", "complete"}
-    assert sum(found["ended"].values()) == 40
+    assert sum(found["ended"].values()) == 16
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from bench import client, load, load_bodies, soak, voices
+from tests import waiting
 from trimtab.demo.demo import FOLDER
 
 PIECES, PIECE_S = 4, 0.03
@@ -32,8 +33,7 @@ class Talker(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        for number in range(1 if body["model"] == "never" else PIECES):
-            time.sleep(PIECE_S)
+        for number in waiting.dripped(range(1 if body["model"] == "never" else PIECES), PIECE_S):
             self._chunk({"choices": [{"delta": {"content": f"{number} "}, "finish_reason": None}]})
         if body["model"] == "never":
             self.server.over.wait(30)

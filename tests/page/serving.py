@@ -6,12 +6,13 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests import waiting
 
 ROOT = Path(__file__).parent.parent.parent
 DEMO = ROOT / "trimtab" / "demo"
@@ -67,17 +68,15 @@ def running(key: str = "") -> Iterator[str]:
 
 
 def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + READY_S
-    while True:
+    def is_ready() -> bool:
         assert process.poll() is None, f"the server ended with {process.returncode}"
-        assert time.monotonic() < end, "the server was not ready in time"
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:
-                if answer.status == 200:
-                    return
+                return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
-            pass
-        time.sleep(0.2)
+            return False
+
+    waiting.until(is_ready, READY_S)
 
 
 if __name__ == "__main__":

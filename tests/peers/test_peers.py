@@ -9,13 +9,13 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from tests import waiting
 from tests.peers import tiny_llama
 from trimtab.doctor.servers.report import examine
 from trimtab.errors import RequestError
@@ -48,17 +48,16 @@ def serving(port, command, log, ready):
     cache.mkdir(exist_ok=True)
     environment = {"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     url = f"http://127.0.0.1:{port}"
+
+    def is_ready():
+        assert process.poll() is None, log.read_text("utf-8")[-3000:]
+        with suppress(OSError):
+            urllib.request.urlopen(f"{url}{ready}", timeout=5).close()
+            return True
+
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
         try:
-            until = time.monotonic() + START_S
-            while True:
-                assert process.poll() is None, log.read_text("utf-8")[-3000:]
-                assert time.monotonic() < until, log.read_text("utf-8")[-3000:]
-                try:
-                    urllib.request.urlopen(f"{url}{ready}", timeout=5).close()
-                    break
-                except OSError:
-                    time.sleep(0.5)
+            waiting.until(is_ready, START_S)
             yield f"{url}/v1"
         finally:
             process.terminate()

@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 import trimtab.demo as demo
+from tests import waiting
 from trimtab.cli import main as cli
 from trimtab.process import interrupts
 
@@ -56,7 +57,7 @@ LIBRARIES = ("libtorch_cpu", "libtorch_python", "safetensors")
 # Of the commands, those of other kinds: one that answers, one that never ends, one that waits for another machine.
 FIRST = ("run", "serve", "pull")
 LATER_LIBRARIES = [case for case in product(("run", "demo"), LIBRARIES) if case != ("run", "libtorch_cpu")]
-LATER_IMPORTS = [(False, 0.1), (False, 0.3), (True, 0.0), (True, 0.3)]
+LATER_IMPORTS = [(False, 2), (False, 4), (True, 1), (True, 4)]
 
 
 def moments(command: str) -> list[float]:
@@ -102,11 +103,7 @@ def stopped(process: subprocess.Popen[bytes]) -> None:
 def wait_for_module(process: subprocess.Popen[bytes], name: str) -> None:
     """Wait until the process has mapped a library of that name: a moment that does not depend on the machine's speed."""
     maps = Path(f"/proc/{process.pid}/maps")
-    until = time.monotonic() + 60
-    while time.monotonic() < until and process.poll() is None:
-        if name in maps.read_text():
-            return
-        time.sleep(0.005)
+    waiting.until(lambda: process.poll() is not None or name in maps.read_text())
 
 
 def test_an_interrupt_that_another_package_turned_into_an_error_stops_the_command() -> None:
@@ -132,16 +129,16 @@ sys.exit(cli.main(["plan", "model"]))
 
 
 @pytest.mark.parametrize(
-    ("as_script", "after_s"), [(False, 0.0), (True, 0.1), *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER_IMPORTS)]
+    ("as_script", "imports"), [(False, 1), (True, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER_IMPORTS)]
 )
-def test_while_the_package_is_imported(as_script: bool, after_s: float) -> None:
+def test_while_the_package_is_imported(as_script: bool, imports: int) -> None:
     # Slow as on a cold disk, from the first import of the package on.
     code = (
-        "import sys, time, importlib.abc\n"
+        "import sys, threading, importlib.abc\n"
         "class Slow(importlib.abc.MetaPathFinder):\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.startswith('trimtab.'):\n"
-        "            print('importing', flush=True); time.sleep(0.1)\n"
+        "            print('importing', flush=True); threading.Event().wait(0.1)\n"
         "sys.meta_path.insert(0, Slow())\n"
     )
     start_it = (
@@ -150,8 +147,8 @@ def test_while_the_package_is_imported(as_script: bool, after_s: float) -> None:
         else "sys.argv[0] = '-m'; sys.orig_argv[1:] = ['-m', 'trimtab']; from trimtab.cli.main import main; sys.exit(main())"
     )
     process = python("-c", code + start_it, "plan", BASE)
-    assert process.stdout is not None and process.stdout.readline() == b"importing\n"
-    time.sleep(after_s)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(imports)] == [b"importing\n"] * imports
     process.send_signal(signal.SIGINT)
     stopped(process)
 
@@ -179,7 +176,8 @@ def interrupt(command: str, after_s: float, tmp_path: Path, hub: str) -> None:
     arguments = [text.format(tmp=tmp_path, prompts=prompts, hub=hub) if text[0] == "{" else text for text in COMMANDS[command]]
     environ = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub} if command == "pull" else {}
     process = start(arguments, as_script=True, environ=environ, stdin=subprocess.PIPE)  # `chat` waits for a line
-    time.sleep(after_s)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(after_s)
     if process.poll() is not None:
         out, err = process.communicate()
         assert command not in LASTING and process.returncode in (0, OWN_CODES.get(command)), err.decode()
@@ -240,14 +238,14 @@ def test_a_wrong_command_line_of_a_real_process_is_no_interrupt() -> None:
 
 def test_a_second_ctrl_c_ends_what_does_not_listen() -> None:
     code = (
-        "import sys, time\n"
+        "import sys, threading\n"
         "sys.argv[0] = 'trimtab'\n"
         "from trimtab.cli import main as cli\n"
         "from trimtab.cli.commands import plan_run as line\n"
         "def deaf(options):\n"
         "    for _ in range(2):\n"
         "        try:\n"
-        "            print('working', flush=True); time.sleep(60)\n"
+        "            print('working', flush=True); threading.Event().wait(60)\n"
         "        except KeyboardInterrupt: pass\n"
         "line.run_demo = deaf\n"
         "sys.exit(cli.main(['demo']))\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import waiting
 from tests.process import toy_work
 from trimtab.errors import RequestError
 from trimtab.process import child as inside
@@ -57,11 +58,7 @@ def test_a_hang_is_killed_at_the_limit_with_its_children():
     assert found.ended == "timeout"
     assert time.monotonic() - started < 50  # the work itself takes a minute
     child = found.lines[0]["child"]
-    for _ in range(100):
-        if process.resident_bytes(child) == 0:
-            break
-        time.sleep(0.05)
-    assert process.resident_bytes(child) == 0
+    waiting.until(lambda: process.resident_bytes(child) == 0)
 
 
 def test_the_child_ends_by_itself_when_its_parent_is_killed():

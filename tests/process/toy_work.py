@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 
 
 def main(request, emit):
@@ -18,21 +18,21 @@ def main(request, emit):
         case "fail":
             raise ZeroDivisionError
         case "hang":
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait(60)"])
             emit({"child": child.pid})
-            time.sleep(60)
+            threading.Event().wait(60)
         case "eat":
             held = []
             for _ in range(200):
                 held.append(bytearray(os.urandom(1)) * (10 * 2**20))
-                time.sleep(0.01)
-            time.sleep(5)
+                threading.Event().wait(0.01)
+            threading.Event().wait(5)
         case "stay":
             emit({"pid": os.getpid()})
-            time.sleep(60)
+            threading.Event().wait(60)
         case "signal":
             os.kill(os.getpid(), getattr(signal, request["signal"]))
-            time.sleep(5)
+            threading.Event().wait(5)
         case "exit":
             os._exit(0)
         case "import":

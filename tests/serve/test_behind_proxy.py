@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import waiting
 from tests.serve.test_serve_run import ROOT, WAIT_S, Server, posix, serving
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/opt/homebrew/bin")
@@ -50,7 +51,7 @@ def both(tmp_path_factory):
         )
         outer = Server(process, f"http://127.0.0.1:{port}")
         try:
-            behind.until(lambda: process.poll() is not None or is_open(port), WAIT_S)
+            waiting.until(lambda: process.poll() is not None or is_open(port), WAIT_S)
             assert process.poll() is None, process.stderr.read()
             yield outer, behind
         finally:
@@ -90,7 +91,7 @@ def test_a_client_that_leaves_the_proxy_frees_its_row(both):
     assert answer.readline().startswith(b"data: ") and running(behind) == 1
     answer.close()
     connection.close()
-    behind.until(lambda: running(behind) == 0)
+    waiting.until(lambda: running(behind) == 0)
 
 
 def test_a_large_body_passes_and_a_larger_one_does_not(both):

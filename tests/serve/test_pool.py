@@ -4,13 +4,16 @@ import asyncio
 import errno
 import functools
 import os
+import threading
 import time
 from concurrent.futures import Future
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 
 from tests import toy_worker
+from tests.waiting import turns, until_async
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve import slots
@@ -76,9 +79,16 @@ async def begun(pool, name):
     return stream
 
 
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.01)
+def looks(pool):
+    """Return a list that grows with each look of the keeper: whether the turn of model a was over."""
+    found, give = [], pool.slots._give_places
+
+    async def noted():
+        await give()
+        found.append(pool.slots._is_turn_over(pool._members["a"]))
+
+    pool.slots._give_places = noted
+    return found
 
 
 def living(pool):
@@ -145,7 +155,7 @@ def test_a_job_that_is_left_is_cancelled():
 def test_more_than_the_queue_holds_is_refused_at_once_also_while_loading():
     async def work(pool):
         tasks = [asyncio.create_task(ask(pool, "a", job(str(number), "wait"))) for number in range(5)]
-        await asyncio.sleep(0)
+        await turns()
         with pytest.raises(QueueFullError) as caught:
             await ask(pool, "a", job("late"))
         for task in tasks:
@@ -200,7 +210,7 @@ def test_a_model_that_cannot_be_loaded_says_why_and_is_tried_again_later(monkeyp
             await ask(pool, "a", job("1"))
         error = getattr(caught.value, "error", None) or {"class": "ModelFailedError", "message": str(caught.value)}
         assert error["class"] == "ModelFailedError" and "no model" in error["message"]
-        await until(lambda: pool._members["a"].failed_at is not None)  # counted from the failure, not from the next request
+        await until_async(lambda: pool._members["a"].failed_at is not None)  # counted from the failure, not from the next request
         for number in range(3):
             with pytest.raises(ModelFailedError) as caught:
                 await ask(pool, "a", job(f"at once {number}"))
@@ -220,19 +230,17 @@ def test_a_model_that_cannot_be_loaded_says_why_and_is_tried_again_later(monkeyp
 # Turns ----------------------------------------------------------------------------------------------------------------
 
 
-def test_models_take_turns_and_never_live_together():
+def test_models_take_turns_and_never_live_together(monkeypatch):
+    start, together = slots.Member.start, []
+
     async def work(pool):
-        most = []
+        def noted(member):
+            start(member)
+            together.append(len(living(pool)))
 
-        async def watch():
-            while True:
-                most.append(len(living(pool)))
-                await asyncio.sleep(0.005)
-
-        watching = asyncio.create_task(watch())
+        monkeypatch.setattr(slots.Member, "start", noted)
         texts = await asyncio.gather(*(ask(pool, name, job(f"{name}{i}")) for i in range(3) for name in "abc"))
-        watching.cancel()
-        assert max(most) == 1
+        assert together == [1, 1]
         return texts
 
     texts = run(model("a"), model("b"), model("c"), work=work)
@@ -258,33 +266,36 @@ def test_a_busy_model_gives_its_place_up_when_its_turn_is_over():
                 answered.append(await ask(pool, "a", job(f"a{number}-{time.monotonic_ns()}")))
 
         busy = [asyncio.create_task(keep_busy(number)) for number in range(3)]
-        await until(lambda: len(answered) > 10)
+        await until_async(lambda: len(answered) > 10)
         await ask(pool, "b", job("b"))
         before = len(answered)
-        await until(lambda: len(answered) > before + 3)  # and the first one comes back
+        await until_async(lambda: len(answered) > before + 3)  # and the first one comes back
         stop.set()
         await asyncio.gather(*busy)
 
     run(model("a"), model("b"), work=work, turn_s=0.3)
 
 
-def test_a_running_answer_is_finished_before_its_model_goes():
+def test_a_running_answer_is_finished_before_its_model_goes(monkeypatch):
+    monkeypatch.setattr(slots, "TICK_S", 0.01)
+
     async def work(pool):
         stream = await begun(pool, "long")
+        turns_over = looks(pool)
         other = asyncio.create_task(ask(pool, "b", job("b")))
-        await asyncio.sleep(0.5)
+        await until_async(lambda: turns_over.count(True) >= 3)
         assert not other.done() and living(pool) == ["a"]
         await stream.aclose()
         return await other
 
-    assert run(model("a"), model("b"), work=work, turn_s=0.1)
+    assert run(model("a"), model("b"), work=work, turn_s=0.0)
 
 
 def test_one_that_leaves_while_it_waits_for_its_model_wants_nothing_more():
     async def work(pool):
         stream = await begun(pool, "long")
         other = asyncio.create_task(ask(pool, "b", job("b")))
-        await until(lambda: pool._members["b"].waiting == 1)
+        await until_async(lambda: pool._members["b"].waiting == 1)
         other.cancel()
         await asyncio.gather(other, return_exceptions=True)
         member = pool._members["b"]
@@ -312,7 +323,7 @@ def test_an_idle_model_is_stopped_and_comes_back_when_it_is_asked(monkeypatch):
 
     async def work(pool):
         first = await ask(pool, "a", job("1"))
-        await until(lambda: living(pool) == [])
+        await until_async(lambda: living(pool) == [])
         assert pool.is_ready  # it would answer
         return first, await ask(pool, "a", job("2"))
 
@@ -345,9 +356,21 @@ def test_requests_that_meet_an_idle_stop_are_answered(monkeypatch):
     monkeypatch.setattr(slots, "TICK_S", 0.01)
 
     async def work(pool):
-        for number in range(8):
-            assert await ask(pool, "a", job(str(number)))
-            await asyncio.sleep(0.04 + 0.003 * number)
+        member = pool._members["a"]
+        stop, is_stopping, is_asked = member.supervisor.stop, threading.Event(), threading.Event()
+
+        def stop_once_asked():
+            is_stopping.set()
+            assert is_asked.wait(60)
+            stop()
+
+        monkeypatch.setattr(member.supervisor, "stop", stop_once_asked)
+        assert await ask(pool, "a", job("1"))
+        await until_async(is_stopping.is_set)
+        meeting = asyncio.create_task(ask(pool, "a", job("2")))
+        await until_async(lambda: member.waiting)
+        is_asked.set()
+        assert await meeting
 
     run(model(idle_unload_s=0.05), work=work)
 
@@ -359,7 +382,7 @@ def test_a_pool_that_stops_takes_nothing_new_and_refuses_what_waits():
     async def work(pool):
         stream = await begun(pool, "long")
         waiting = asyncio.create_task(ask(pool, "b", job("b")))
-        await until(lambda: pool._members["b"].waiting == 1)
+        await until_async(lambda: pool._members["b"].waiting == 1)
         pool.refuse_new()
         with pytest.raises(StoppingError):
             await waiting
@@ -466,14 +489,15 @@ def test_numbers_are_requested_unread_where_a_refusal_or_the_next_reader_needs_t
         if is_late:
             asked[0].set_result(None)
         known, member.in_flight = len(asked), {"requests wait": member.served.expected_rows + 1}.get(why, not is_late)
-        await asyncio.sleep(0.05)
+        looked = looks(pool)
+        await until_async(lambda: len(looked) >= 4)
         member.in_flight = 0
         return len(asked) > known
 
     async def work(pool):
         await ask(pool, "a", job("1"))
         member = pool._members["a"]
-        await until(member.numbers.done)
+        await until_async(member.numbers.done)
         whys = ("no step is known", None, "requests wait", "they come too late")
         return [why for why in whys if await is_asked(pool, member, why)]
 
@@ -526,6 +550,7 @@ def test_a_mistake_of_the_keeper_does_not_end_it(monkeypatch, caplog):
 def test_what_the_system_refuses_is_tried_again_after_a_pause(monkeypatch):
     """A start in vain changes the state twice, and each change wakes the keeper."""
     starts = []
+    monkeypatch.setattr(slots, "TICK_S", 0.05)
 
     def refused():
         starts.append(time.monotonic())
@@ -538,9 +563,8 @@ def test_what_the_system_refuses_is_tried_again_after_a_pause(monkeypatch):
             patched.setattr(supervisor, "_start_life", refused)
             await asyncio.to_thread(supervisor.stop)
             waiting = asyncio.create_task(ask(pool, "a", job("2")))
-            await until(lambda: starts)
-            await asyncio.sleep(0.3)
-            assert 1 <= len(starts) <= 2
+            await until_async(lambda: len(starts) >= 4)
+            assert all(later - earlier >= 0.05 for earlier, later in pairwise(starts))
         return await waiting
 
     assert run(work=work)

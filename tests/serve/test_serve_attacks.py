@@ -13,6 +13,7 @@ import h11
 import psutil
 import pytest
 
+from tests import waiting
 from tests.serve.test_serve_run import WAIT_S, serving
 from trimtab.serve.contract.settings import Limits
 from trimtab.serve.http.connection import HEAD_BYTES, RESERVE, Guard, StrictConnection
@@ -155,7 +156,7 @@ def test_bodies_made_to_cost_are_refused_on_the_other_routes_too(server):
 @posix
 def test_bodies_made_to_cost_are_refused_while_health_answers_and_memory_stays(server):
     with Watch(server) as quiet:
-        time.sleep(0.5)
+        waiting.until(lambda: len(quiet.times_s) >= 20)
     figures = {"quiet": max(quiet.times_s)}
     before = peak_bytes(server)
     for name, (make, status, param) in ATTACKS.items():
@@ -216,9 +217,9 @@ def test_a_head_or_body_that_does_not_come_ends_with_408(quick, begun, stage):
 
 def test_dripping_does_not_move_a_deadline(quick):
     with open_to(quick) as raw, pytest.raises(OSError):
-        for byte in b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 1000:  # a minute, if nothing ends it
+        # A minute, if nothing ends it.
+        for byte in waiting.dripped(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 1000, 0.05):
             raw.send(bytes([byte]))
-            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("first", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", WHOLE])
@@ -229,12 +230,9 @@ def test_a_connection_that_says_nothing_more_is_closed(quick, first):
 
 
 def test_an_answer_takes_longer_than_every_deadline_of_its_request(quick):
-    connection, answer = quick.stream("wait")
-    time.sleep(1.0)
-    assert quick.running() == 1
-    connection.sock.close()
-    answer.close()
-    quick.until(lambda: quick.running() == 0)
+    connection, answer = quick.stream("count 16")  # 0.8 s
+    assert answer.read().endswith(b"data: [DONE]\n\n")
+    connection.close()
 
 
 def test_half_open_connections_make_room_for_others(quick):
@@ -276,7 +274,7 @@ def test_beyond_the_limit_health_answers_and_others_get_503():
         for connection, answer in streams:
             connection.sock.close()
             answer.close()
-        running.until(lambda: running.ask("GET", "/v1/models")[0] == 200)
+        waiting.until(lambda: running.ask("GET", "/v1/models")[0] == 200)
 
 
 @contextmanager
@@ -298,14 +296,14 @@ def unread(server, count=3):
 def test_answers_that_nobody_reads_end_after_their_time():
     with serving(limits={"connections": 3, "send_s": 4}) as running, unread(running):
         assert running.ask("GET", "/v1/models")[0] == 503
-        running.until(lambda: running.ask("GET", "/v1/models")[0] == 200, WAIT_S)
+        waiting.until(lambda: running.ask("GET", "/v1/models")[0] == 200, WAIT_S)
 
 
 def test_answers_that_nobody_reads_make_room_long_before_their_time():
     with serving(limits={"connections": 3}) as running, unread(running):  # send_s: a minute
         start = time.monotonic()
         assert running.ask("GET", "/v1/models")[0] == 503
-        running.until(lambda: running.ask("GET", "/v1/models")[0] == 200, WAIT_S)
+        waiting.until(lambda: running.ask("GET", "/v1/models")[0] == 200, WAIT_S)
         assert time.monotonic() - start < Limits().send_s / 2
 
 
@@ -429,7 +427,7 @@ def test_without_file_descriptors_it_answers_on_and_says_so_once():
             with suppress(OSError):
                 held.append(open_to(running, b"GET /"))
         with Watch(running, 0.05) as watch:
-            time.sleep(1.5)
+            waiting.until(lambda: len(watch.times_s) >= 20)
         assert not watch.errors
         for one in held:
             one.close()
@@ -498,9 +496,8 @@ def test_chunks_are_read_however_they_are_cut(server, cut):
     data = CHUNKED + WHOLE_CHUNK + b"0\r\n\r\n"
     with open_to(server) as raw:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for start in range(0, len(data), cut):
+        for start in waiting.dripped(range(0, len(data), cut), 0.002):
             raw.send(data[start : start + cut])
-            time.sleep(0.002)
         assert raw.recv(65536).startswith(b"HTTP/1.1 200")
 
 

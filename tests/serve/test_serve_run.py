@@ -8,12 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager, suppress
 
 import pytest
 
-from tests import ROOT
+from tests import ROOT, waiting
 from trimtab.cli import main as cli
 from trimtab.cli.commands import serve as commands_serve
 from trimtab.errors import RequestError
@@ -59,12 +58,6 @@ class Server:
     def running(self):
         return self.ask("GET", "/api/status")[2]["models"][0]["in_flight"]
 
-    def until(self, condition, within_s=20.0):
-        end = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < end
-            time.sleep(0.02)
-
 
 @contextmanager
 def serving(**options):
@@ -78,7 +71,7 @@ def serving(**options):
         found = Server(process, process.stdout.readline().split()[0])
         assert process.stdout.readline().startswith("base URL for clients: ")
         headers = {"authorization": f"Bearer {options['api_keys'][0]}"} if options.get("api_keys") else {}
-        found.until(lambda: found.ask("GET", "/ready", **headers)[0] == 200, WAIT_S)
+        waiting.until(lambda: found.ask("GET", "/ready", **headers)[0] == 200, WAIT_S)
         yield found
     finally:
         process.kill()
@@ -171,13 +164,13 @@ def test_a_client_that_leaves_frees_its_place(server, stream):
         connection = server.connect()
         body = json.dumps({"model": "toy", "prompt": "wait"})
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-        server.until(lambda: server.running() == 1)
+        waiting.until(lambda: server.running() == 1)
     assert server.running() == 1
     connection.sock.close() if connection.sock else connection.close()
     connection.close()
     if stream:
         _.close()
-    server.until(lambda: server.running() == 0)
+    waiting.until(lambda: server.running() == 0)
 
 
 def test_a_body_in_pieces_above_the_limit_is_refused(server):
@@ -247,7 +240,7 @@ def test_a_server_told_to_end_finishes_its_streams_and_refuses_what_is_new(numbe
         connection, answer = found.stream("count 30")  # a second and a half
         # To the whole group, as Ctrl-C in a terminal does; SIGTERM goes to the server.
         os.killpg(found.process.pid, number) if number == signal.SIGINT else found.process.send_signal(number)
-        found.until(lambda: found.ask("GET", "/ready")[0] == 503)
+        waiting.until(lambda: found.ask("GET", "/ready")[0] == 503)
         status, headers, body = found.ask("POST", "/v1/completions", {"model": "toy", "prompt": "count 1"})
         assert (status, body["error"]["class"], headers["retry-after"]) == (503, "StoppingError", "1")
         assert found.ask("GET", "/health")[0] == 200
@@ -273,8 +266,7 @@ def test_a_second_ctrl_c_ends_at_once():
     with serving(grace_s=60) as found:
         connection, _ = found.stream("wait")
         found.process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
-        assert found.process.poll() is None
+        waiting.until(lambda: found.ask("GET", "/ready")[0] == 503)
         found.process.send_signal(signal.SIGINT)
         _, err = found.process.communicate(timeout=30)
         connection.close()
@@ -293,10 +285,7 @@ def test_a_killed_server_leaves_no_worker_behind():
     with serving() as found:
         found.process.kill()
         found.process.wait()
-        end = time.monotonic() + WAIT_S
-        while _group_lives(found.process.pid):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        waiting.until(lambda: not _group_lives(found.process.pid))
 
 
 def _group_lives(group):
@@ -455,7 +444,7 @@ def test_a_client_that_closes_its_direction_gets_its_answer(server, version):
     head, _, body = found.replace(CONTINUE, b"").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200") and b"\r\nconnection: close" in head.lower()
     assert json.loads(body)["choices"][0]["text"] == "1 2 3 4 5 6 "
-    server.until(lambda: server.running() == 0)
+    waiting.until(lambda: server.running() == 0)
 
 
 def test_a_client_that_closes_its_direction_gets_its_stream(server):
@@ -484,11 +473,11 @@ def test_a_client_that_closes_its_direction_and_leaves_later_frees_its_place(ser
     raw = socket.create_connection((server.host, server.port), timeout=WAIT_S)
     raw.sendall(request("wait", stream=stream, version=version))
     raw.shutdown(socket.SHUT_WR)
-    server.until(lambda: server.running() == 1)
+    waiting.until(lambda: server.running() == 1)
     assert raw.recv(1) == b"H"
     assert server.running() == 1
     raw.close()
-    server.until(lambda: server.running() == 0)
+    waiting.until(lambda: server.running() == 0)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
@@ -508,7 +497,7 @@ def test_a_server_whose_output_and_log_are_full_answers_and_ends_well(tmp_path):
             return found.ask("GET", "/ready")[0] == 200
 
     try:
-        found.until(is_ready, WAIT_S)
+        waiting.until(is_ready, WAIT_S)
         for _ in range(3):
             assert found.ask("GET", "/nothing")[0] == 404  # a line of the log
         assert found.ask("POST", "/v1/completions", {"model": "toy", "prompt": "count 2"})[0] == 200

@@ -5,13 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 import trimtab
-from tests import pico, talking_families
+from tests import pico, talking_families, waiting
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from trimtab import demo
 from trimtab.cli.main import main
@@ -68,12 +67,8 @@ def test_lanes_that_cannot_be_run_leave_the_comparison(monkeypatch, capsys):
 
 def children_of(process):
     """Return the processes that a command has started, once there is one."""
-    parent, children, until = psutil.Process(process.pid), [], time.monotonic() + 120
-    while not children and time.monotonic() < until and process.poll() is None:
-        children = parent.children(recursive=True)
-        time.sleep(0.01)
-    assert children, process.poll()
-    return children
+    parent = psutil.Process(process.pid)
+    return waiting.until(lambda: process.poll() is not None or parent.children(recursive=True), 120)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import select
 import signal
 import struct
 import subprocess
@@ -111,10 +112,11 @@ class Terminal:
         """Read until the pattern is seen; returns what came, without escape sequences, and forgets it."""
         until = time.monotonic() + 200  # a limit for what hangs, on a machine that has other work
         while time.monotonic() < until:
+            select.select([self.master], [], [], 1.0)
             try:
                 self.seen += os.read(self.master, 65536).decode(errors="replace")
             except BlockingIOError:
-                time.sleep(0.02)
+                continue
             except OSError:
                 break  # the other side is closed
             # prompt_toolkit asks where the cursor is

@@ -5,12 +5,12 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, contextmanager
 
 import pytest
 
 import trimtab
+from tests import waiting
 from trimtab import demo
 from trimtab.cli import main as cli
 from trimtab.cli.commands import plan_run, prompts_file
@@ -236,9 +236,7 @@ def test_a_killed_run_leaves_whole_lines_and_goes_on(tmp_path):
     command = [sys.executable, "-m", "trimtab", "run", BASE, *PLACED, "--prompts", str(path), "--out", str(out),
                "--max-new-tokens", "20"]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
-    until = time.monotonic() + 240
-    while (not out.exists() or out.read_bytes().count(b"\n") < 4) and time.monotonic() < until:
-        time.sleep(0.02)
+    waiting.until(lambda: out.exists() and out.read_bytes().count(b"\n") >= 4, 240)
     process.kill()
     process.communicate()
     before = read(out)[1]

@@ -46,7 +46,7 @@ def write_catalogue(folder, bodies, affected=""):
 
 
 SEES = 'return Seen(PRESENT, "it is there")'
-HANGS = "import time\ndef forever():\n    time.sleep(600)\nforever()"
+HANGS = "import threading; lock = threading.Lock()\ndef forever():\n    lock.acquire() and lock.acquire(timeout=600)\nforever()"
 CRASHES = "import faulthandler\nfaulthandler._sigsegv()"
 
 

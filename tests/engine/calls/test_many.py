@@ -4,7 +4,6 @@ import asyncio
 import gc
 import inspect
 import threading
-import time
 import weakref
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ import torch
 import transformers
 
 import trimtab
-from tests import pico, stock
+from tests import pico, stock, waiting
 from tests.long_runs import crossed
 from trimtab import demo
 from trimtab.api import PlanInputs, plan_request
@@ -451,9 +450,7 @@ def test_calls_of_other_threads_wait_and_are_answered_in_order(model):
     for number in range(4):
         threads.append(threading.Thread(target=ask, args=(number,)))
         threads[-1].start()
-        until = time.monotonic() + 60
-        while len(model.turns._waiting) < number + 1 and time.monotonic() < until:
-            time.sleep(0.01)
+        waiting.until(lambda: len(model.turns._waiting) >= len(threads))
     with pytest.raises(RequestError, match="still running"):  # this thread would wait for itself
         model.answer("Hello")
     assert order == []
@@ -470,8 +467,7 @@ def test_an_event_loop_is_not_held_up_and_cancelling_ends_the_answer(model):
         )
         texts = [piece async for piece in model.generate_async(QUESTION, max_new_tokens=6)]
         long = asyncio.create_task(model.answer_async("Hello", max_new_tokens=110, temperature=100.0, seed=1))
-        while model.turns._owner is None and not long.done():  # its thread has begun
-            await asyncio.sleep(0)
+        await waiting.until_async(lambda: model.turns._owner is not None or long.done())  # its thread has begun
         long.cancel()
         with pytest.raises(asyncio.CancelledError):
             await long

@@ -330,11 +330,15 @@ def e4b(tmp_path_factory):
 
 @pytest.fixture
 def tries_only(monkeypatch):
-    """Return a function that keeps, of advice and options, what begins with these words: each of the others costs a plan."""
+    """Return a function that keeps, of advice and options, what begins with these words, and larger cards if they are among them:
+    each of the others costs a plan."""
 
     smaller, changes = plan_options._smaller, plan_options._changes
 
     def only(*words):
+        if "card=" not in words:
+            monkeypatch.setattr(plan_options, "larger_cards", lambda card: ())
+
         def kept_smaller(*given):
             return [tries for tries in smaller(*given) if tries[0][0].startswith(words)]
 
@@ -350,7 +354,7 @@ def tries_only(monkeypatch):
 def test_a_refusal_names_the_smallest_larger_card_that_fits_and_no_budget_that_the_card_does_not_have(
     e4b, tmp_path, capsys, tries_only
 ):
-    tries_only("no manual placements")
+    tries_only("no manual placements", "card=")
     whole = tmp_path / "map.json"
     whole.write_text('{"": 0}')
     asked = ["plan", str(e4b), "--device-map", str(whole)]
@@ -488,7 +492,7 @@ def test_options_are_of_the_towers_that_the_model_has(family, towers, tmp_path, 
 
 def test_a_refused_plan_gives_its_options_as_json_too(capsys, tries_only):
     # The changes beside it need no plan for this; the budget of the GPU is the request's, though the host's is short.
-    tries_only("gpu_memory=")
+    tries_only("gpu_memory=", "card=")
     refused = ["plan", str(BASE), "--card", "12GiB", "--gpu-memory", "8GiB", "--host-memory", "1MiB", "--json"]
     assert cli.main([*refused, "--options"]) == 4
     answer = json.loads(capsys.readouterr().out)

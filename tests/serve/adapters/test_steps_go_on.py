@@ -3,7 +3,6 @@
 import json
 import shutil
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests import waiting
 from tests.serve.worker.test_serve_worker import REQUEST, WAIT_S, Running, settings_of
 from trimtab.adapters import file as adapter_file
 from trimtab.demo.demo import FOLDER as DEMO
@@ -231,18 +231,11 @@ def slowly(monkeypatch, tmp_path):
     made[0].close()
 
 
-def wait_until(is_so):
-    end = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_a_client_waits_for_none_of_the_adapters_of_the_start(slowly):
     slowly.ask("long", tokens=NEVER_ENDS)
     slowly.wait_for_steps(2)
     slowly.call("load_adapter", name="new", path=str(slowly.folders["new"]))
-    wait_until(lambda: any(one.urgency == Urgency.AWAITED for one in list(slowly.worker.adapters.waiting._waiting)))
+    waiting.until(lambda: any(one.urgency == Urgency.AWAITED for one in list(slowly.worker.adapters.waiting._waiting)))
     slowly.may_begin.set()
     assert "new" in slowly.hear("reply")["value"]["adapters"]
     log = list(slowly.log)
@@ -254,7 +247,7 @@ def test_a_request_waits_for_its_adapter_and_for_none_before_it_and_nobody_waits
     slowly.ask("long", tokens=NEVER_ENDS)
     slowly.wait_for_steps(2)
     slowly.ask("with it", tokens=3, adapter="second")
-    wait_until(lambda: slowly.worker.scheduler.uses("second"))
+    waiting.until(lambda: slowly.worker.scheduler.uses("second"))
     slowly.may_begin.set()
     assert slowly.end_of("with it").kind == "done"
     log = list(slowly.log)
@@ -265,9 +258,9 @@ def test_a_request_waits_for_its_adapter_and_for_none_before_it_and_nobody_waits
 
 def test_a_draining_worker_prepares_only_what_a_request_waits_for(slowly):
     slowly.ask("with it", tokens=8, adapter="second")
-    wait_until(lambda: slowly.worker.scheduler.uses("second"))
+    waiting.until(lambda: slowly.worker.scheduler.uses("second"))
     slowly.channel.send({"do": "drain"})
-    wait_until(lambda: slowly.worker.is_draining)
+    waiting.until(lambda: slowly.worker.is_draining)
     slowly.may_begin.set()
     assert slowly.end_of("with it").kind == "done"
     log = list(slowly.log)

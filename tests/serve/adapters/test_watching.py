@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import waiting
 from tests.serve.worker.test_serve_worker import REQUEST, Running, settings_of
 from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
 from trimtab.demo.demo import FOLDER as DEMO
@@ -114,13 +115,6 @@ def text_of(running, name):
     return "".join(event.text for event in running.events if event.job_id == name)
 
 
-def wait_for(condition):
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def running(folder, tmp_path):
     half = shutil.copytree(STYLE, tmp_path / "half")
@@ -149,7 +143,7 @@ def test_a_changed_folder_answers_next_and_what_runs_keeps_the_old_weights(runni
     assert begun.wait(WAIT_S)
     put(SPECIALIST, folder)
     touch(folder, 5)
-    wait_for(lambda: not worker.adapters.watcher.read_again.empty())
+    waiting.until(lambda: not worker.adapters.watcher.read_again.empty())
     is_through.set()
     assert text_of(running, "long") == before
     running.ask("after", adapter="mine")
@@ -172,13 +166,13 @@ def test_a_half_written_folder_changes_nothing(running, folder, caplog):
     whole = (folder / TENSORS_NAME).read_bytes()
     (folder / TENSORS_NAME).write_bytes(whole[: len(whole) // 2])
     touch(folder, 5)
-    wait_for(lambda: "was not reloaded" in caplog.text)
+    waiting.until(lambda: "was not reloaded" in caplog.text)
     running.ask("after", adapter="mine")
     assert text_of(running, "after") == before and running.worker.engine.shelf.reloads == 0
     # The same weights again: read, and nothing is new.
     (folder / TENSORS_NAME).write_bytes(whole)
     touch(folder, 9)
-    wait_for(lambda: running.worker.adapters.watcher._folders["mine"].used == files_stamp(folder))
+    waiting.until(lambda: running.worker.adapters.watcher._folders["mine"].used == files_stamp(folder))
     running.ask("whole", adapter="mine")
     assert text_of(running, "whole") == before and running.worker.engine.shelf.reloads == 0
 
@@ -194,7 +188,7 @@ def test_weights_of_another_shape_are_taken_up_too(running, folder):
     (folder / CONFIG_NAME).write_text(json.dumps(config), encoding="utf-8")
     touch(folder, 5)
     running.ask("before", adapter="half")
-    wait_for(lambda: running.worker.engine.shelf.reloads == 1)
+    waiting.until(lambda: running.worker.engine.shelf.reloads == 1)
     running.ask("after", adapter="mine")
     # Twice the rank with zeros, at the same scale: the same sum.
     assert text_of(running, "after") == text_of(running, "before")

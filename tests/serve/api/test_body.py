@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.serve.http.test_app import CHAT, PNG, chat, error_of
 from tests.serving import MockPool, client, forever
+from tests.waiting import turns, until_async
 from trimtab.errors import RequestError
 from trimtab.serve.api import body
 from trimtab.serve.api import schemas as wire
@@ -232,22 +233,16 @@ def test_bodies_without_room_get_503_and_their_room_comes_back():
 
     async def both():
         async def second(_):
-            while not pool.jobs:
-                await asyncio.sleep(0.01)
-            refused = await ask(lambda sent: _until(lambda: sent))
+            await until_async(lambda: pool.jobs)
+            refused = await ask(lambda sent: until_async(lambda: sent))
             assert refused[0]["status"] == 503 and dict(refused[0]["headers"])[b"retry-after"] == b"2"
             assert json.loads(refused[1]["body"])["error"]["class"] == "BodiesFullError"
 
         await ask(second)
         assert len(pool.jobs) == 1
-        await ask(lambda _: _until(lambda: len(pool.jobs) == 2))
+        await ask(lambda _: until_async(lambda: len(pool.jobs) == 2))
 
     asyncio.run(both())
-
-
-async def _until(condition):
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("count", [1, 100_000])
@@ -276,7 +271,7 @@ def test_small_bodies_do_not_wait_for_larger_ones():
 
     async def small_beside_large():
         large = [asyncio.create_task(reader.run(size, lambda: is_over.wait(60))) for size in [2**20] * 4 + [2**26] * 2]
-        await asyncio.sleep(0)
+        await turns()
         try:
             return await asyncio.wait_for(reader.run(100, threading.get_ident), 30)
         finally:

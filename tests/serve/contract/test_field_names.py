@@ -1,6 +1,5 @@
 """Errors of /v1/responses and /v1/messages name the fields that the client sent, not those of the chat between."""
 
-import asyncio
 import base64
 import json
 
@@ -8,7 +7,7 @@ import pytest
 
 from tests.serve.http.test_app import PNG
 from tests.serve.http.test_app_fuzz import VALID
-from tests.serving import MockPool, client, failed
+from tests.serving import MockPool, client, failed, late
 from trimtab.errors import RequestError
 from trimtab.serve.api import messages_api, responses_api
 from trimtab.serve.api import schemas as wire
@@ -112,13 +111,8 @@ def test_what_the_worker_refuses_is_named_as_it_was_sent_too(is_stream):
 
 
 def test_a_late_error_of_a_stream_is_named_as_it_was_sent():
-    async def late(job):
-        yield Event(job.id, "text", text="so far")
-        await asyncio.sleep(0.2)
-        yield failed(job, "RequestError", field="max_tokens")
-
     body = {"model": "demo", "input": "a", "stream": True}
-    found = client(MockPool(late)).post("/v1/responses", json=body)
+    found = client(MockPool(late(lambda job: failed(job, "RequestError", field="max_tokens")))).post("/v1/responses", json=body)
     error = json.loads(found.text.split("event: error")[1].split("data: ", 1)[1].splitlines()[0])["error"]
     assert error["param"] == "max_output_tokens"
 

@@ -12,7 +12,7 @@ from functools import partial
 import psutil
 import pytest
 
-from tests import talking
+from tests import talking, waiting
 from trimtab.errors import DeviceError, RequestError
 from trimtab.serve.grammar import prover as grammar_prover
 from trimtab.serve.grammar.constraint import Grammar, HeldMemory
@@ -24,7 +24,7 @@ from trimtab.serve.scheduling.compiling import Compiling
 WAIT_S = 20.0
 # Stands for the process: does what the schema says. Its first frame is the vocabulary.
 STUB = """
-import json, os, struct, sys, time
+import json, os, struct, sys, threading
 def read():
     return sys.stdin.buffer.read(struct.unpack("<Q", sys.stdin.buffer.read(8))[0])
 def write(data):
@@ -38,7 +38,7 @@ while True:
         while True: pass
     if do == "eat":
         held = bytearray(64 * 2**20)
-        time.sleep(60)
+        threading.Event().wait(60)
     if do == "die":
         os.abort() if hasattr(os, "abort") else os._exit(9)
     write(json.dumps({"grammars": {"": do}, "seconds": 0}).encode())
@@ -49,17 +49,6 @@ ENDLESS = {"type": "integer", "allOf": [{"multipleOf": value} for value in (3, 7
 
 def source(do):
     return GrammarSource("here", schema={"do": do})
-
-
-def is_gone(pid):
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-def wait_until(condition):
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -83,7 +72,7 @@ def test_a_grammar_beyond_a_limit_ends_its_process_and_is_refused(prover, monkey
     monkeypatch.setattr(grammar_prover, limit, value)
     with pytest.raises(RequestError, match=words) as caught:
         prove(prover, do)
-    assert caught.value.field == "here" and is_gone(pid) and prover.pid is None
+    assert caught.value.field == "here" and waiting.is_gone(pid) and prover.pid is None
     prover.renew()  # as its thread does, before the next grammar comes
     assert prover.pid not in (None, pid)
     assert prove(prover, "b").grammars == {"": "b"}
@@ -94,7 +83,7 @@ def test_a_grammar_whose_client_leaves_ends_its_process(prover):
     pid, asked = prover.pid, []
     with pytest.raises(CancelledError):
         prove(prover, "spin", lambda: bool(asked.append(time.monotonic())))
-    assert is_gone(pid) and len(asked) == 1
+    assert waiting.is_gone(pid) and len(asked) == 1
 
 
 def test_a_grammar_that_ends_its_process_is_refused_and_the_next_one_is_compiled(prover):
@@ -146,7 +135,7 @@ def submit(made, client, do):
 
 def test_a_client_who_leaves_ends_its_process_and_others_go_on_before(made):
     slow = submit(made, "a", "spin")
-    wait_until(lambda: made.pids)
+    waiting.until(lambda: made.pids)
     mine = [submit(made, "a", f"a{i}") for i in range(3)]
     for i in range(20):  # another client's go past all of the first one's
         assert submit(made, "b", f"b{i}").result(WAIT_S).grammars == {"": f"b{i}"}
@@ -154,7 +143,7 @@ def test_a_client_who_leaves_ends_its_process_and_others_go_on_before(made):
     busy = set(made.pids)
     assert slow.cancel()
     assert [one.result(WAIT_S).grammars[""] for one in mine] == ["a0", "a1", "a2"]
-    gone = [pid for pid in busy if is_gone(pid)]
+    gone = [pid for pid in busy if waiting.is_gone(pid)]
     assert len(gone) == 1
 
 
@@ -177,9 +166,9 @@ def test_processes_end_with_their_owner(monkeypatch):
     owner = Compiling()
     submit(owner, "a", "a").result(WAIT_S)
     pids = owner.pids
-    assert len(pids) == 1 and not is_gone(pids[0])
+    assert len(pids) == 1 and not waiting.is_gone(pids[0])
     del owner
-    wait_until(lambda: all(map(is_gone, pids)))
+    waiting.until(lambda: all(map(waiting.is_gone, pids)))
 
 
 # The process itself -----------------------------------------------------------------------------------------------------
@@ -229,9 +218,8 @@ def test_the_process_needs_neither_torch_nor_transformers():
 
 
 PARENT = """
-import sys, time
 from concurrent.futures import Future
-from tests import talking
+from tests import talking, waiting
 from trimtab.serve.scheduling.compiling import Compiling
 from trimtab.serve.grammar.constraint import Grammar
 
@@ -239,10 +227,8 @@ owner = Compiling()
 grammar = Grammar(talking._tokenizer(), [1], owner.prove)
 grammar.constraint({})
 owner.submit("a", Future(), lambda: grammar.constraint(%r))
-while not owner.pids:
-    time.sleep(0.005)
-print(*owner.pids, flush=True)
-time.sleep(60)
+print(*waiting.until(lambda: owner.pids), flush=True)
+waiting.hang()
 """
 
 
@@ -252,10 +238,10 @@ def test_a_process_that_compiles_ends_with_a_parent_that_is_killed():
     with parent:
         pids = [int(one) for one in parent.stdout.readline().split()]
         spinning = [psutil.Process(pid) for pid in pids]
-        wait_until(lambda: all(one.cpu_times().user > 0 for one in spinning))
+        waiting.until(lambda: all(one.cpu_times().user > 0 for one in spinning))
         assert spinning
         parent.kill()
-    wait_until(lambda: all(map(is_gone, pids)))
+    waiting.until(lambda: all(map(waiting.is_gone, pids)))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs resource")

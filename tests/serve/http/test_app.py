@@ -20,7 +20,8 @@ from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from tests import ROOT
-from tests.serving import MockPool, client, failed, forever, token, words
+from tests.serving import MockPool, client, failed, forever, late, token, words
+from tests.waiting import turns, until_async
 from trimtab import errors
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve.api import answers, body
@@ -434,12 +435,8 @@ def test_no_path_of_this_machine_leaves():
 
 
 def test_an_error_in_a_stream_is_an_event_and_the_stream_has_no_end_mark():
-    async def slow_error(job):
-        yield Event(job.id, "text", text="so far")
-        await asyncio.sleep(0.05)
-        yield failed(job, "WorkerDiedError", "gone", exit_code=-9)
-
-    events = events_of(chat(client(MockPool(slow_error)), stream=True))
+    pool = MockPool(late(lambda job: failed(job, "WorkerDiedError", "gone", exit_code=-9)))
+    events = events_of(chat(client(pool), stream=True))
     assert [name for name, _ in events] == [None, None, "error"]
     assert json.loads(events[1][1])["choices"][0]["delta"] == {"content": "so far"}
     error = json.loads(events[2][1])["error"]
@@ -447,23 +444,18 @@ def test_an_error_in_a_stream_is_an_event_and_the_stream_has_no_end_mark():
 
 
 def test_an_error_raised_in_a_stream_is_an_event_too():
-    async def raises(job):
-        yield Event(job.id, "text", text="so far")
-        await asyncio.sleep(0.05)
-        raise DeviceError("gone", device="worker")
-
-    events = events_of(chat(client(MockPool(raises)), stream=True))
+    events = events_of(chat(client(MockPool(late(lambda _: DeviceError("gone", device="worker")))), stream=True))
     assert events[-1][0] == "error" and json.loads(events[-1][1])["error"]["class"] == "DeviceError"
 
 
 def test_a_stream_begins_without_text_when_the_model_takes_its_time(monkeypatch):
-    monkeypatch.setattr(answers, "HOLD_S", 0.05)
+    monkeypatch.setattr(answers, "HOLD_S", 0.0)
 
-    async def late(job):
-        await asyncio.sleep(0.3)
+    async def without_text(job):
+        await turns(20)
         yield failed(job, "DeviceError", "out of memory")
 
-    found = chat(client(MockPool(late)), stream=True)
+    found = chat(client(MockPool(without_text)), stream=True)
     assert found.status_code == 200 and events_of(found)[-1][0] == "error"
 
 
@@ -507,13 +499,9 @@ def drive(app, body, leaves=None, **options):
 def once_begun(pool, choices):
     """Return how a client leaves in the midst of its answer: bodies are read on threads, which may take a while to begin."""
 
-    async def all_begun():
-        while len(pool.jobs) < choices:
-            await asyncio.sleep(0.001)
-
     async def leaves():
-        await asyncio.wait_for(all_begun(), WAIT_S)
-        await asyncio.sleep(0.05)
+        await until_async(lambda: len(pool.jobs) >= choices)
+        await turns(20)
 
     return leaves
 
@@ -545,7 +533,7 @@ def test_a_client_that_left_before_its_stream_began_cancels_its_job():
 
     async def as_it_begins():
         while not pool.jobs:
-            await asyncio.sleep(0)
+            await turns()
 
     drive(make_app(pool, Settings(page=False), metrics), {**CHAT, "stream": True}, as_it_begins)
     assert len(pool.left) == 1 and metrics.recent()[0]["ended"] == "cancelled"
@@ -568,8 +556,7 @@ def test_a_slow_reader_costs_no_more_than_the_text_it_has_not_read():
 
         merged = answers.Merged([stream()])
         await merged.begun()
-        while not any(event.kind == "done" for _, event in merged._waiting):
-            await asyncio.sleep(0)
+        await until_async(lambda: any(event.kind == "done" for _, event in merged._waiting))
         assert len(merged._waiting) == 2
         return "".join([event.text async for _, event in merged])
 

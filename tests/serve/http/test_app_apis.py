@@ -1,6 +1,5 @@
 """Anthropic's Messages, OpenAI's Responses, embeddings and tokens over HTTP, on a pool without models."""
 
-import asyncio
 import base64
 import json
 import re
@@ -12,7 +11,7 @@ from pydantic import TypeAdapter
 
 from tests.serve.http.test_app import PICTURE, PNG, events_of, wav
 from tests.serve.http.test_app_calling import called
-from tests.serving import USAGE, MockPool, client, failed, words
+from tests.serving import USAGE, MockPool, client, failed, late, words
 from trimtab.serve.api.routes import ROUTES
 from trimtab.serve.contract.job import Event
 
@@ -181,12 +180,8 @@ def test_an_error_of_the_worker_has_anthropics_form_whole_and_in_a_stream():
     pool = MockPool(lambda job: [failed(job, "DeviceError")])
     assert messages(client(pool)).json()["error"]["type"] == "overloaded_error"
 
-    async def late(job):
-        yield Event(job.id, "text", text="so far")
-        await asyncio.sleep(0.2)
-        yield failed(job, "DeviceError")
-
-    (name, data) = events_of(messages(client(MockPool(late)), stream=True))[-1]
+    pool = MockPool(late(lambda job: failed(job, "DeviceError")))
+    (name, data) = events_of(messages(client(pool), stream=True))[-1]
     assert name == "error" and json.loads(data)["type"] == "error"
 
 

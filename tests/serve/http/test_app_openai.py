@@ -12,14 +12,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from typing import Literal
 
 import pytest
 from pydantic import BaseModel
 
 import trimtab
-from tests import ROOT
+from tests import ROOT, waiting
 from tests.long_runs import crossed
 from trimtab.cli import main as cli
 from trimtab.demo.demo import ADAPTERS
@@ -53,10 +52,7 @@ def address():
     try:
         assert process.stderr is not None and process.stderr.readline() == "demo: 3 adapters, 6 rows\n"
         found = process.stderr.readline().split()[0]
-        end = time.monotonic() + READY_S
-        while not is_ready(found):
-            assert process.poll() is None and time.monotonic() < end
-            time.sleep(0.05)
+        waiting.until(lambda: process.poll() is not None or is_ready(found), READY_S)
         yield found
     finally:
         process.terminate()

@@ -3,13 +3,12 @@
 import json
 import logging
 import os
-import time
 
 import pytest
 from starlette.testclient import TestClient
 
 import trimtab
-from tests import leaky_worker
+from tests import leaky_worker, waiting
 from tests.serve.http.test_app import PICTURE
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.process.redact import own_folders, without_paths
@@ -27,7 +26,6 @@ from trimtab.serve.worker.supervisor import Supervisor
 SECRET = "Sentinel7 folder"
 KEY = "sentinel7-key"
 HEADERS = {"authorization": f"Bearer {KEY}"}
-READY_S = 30
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +59,7 @@ def found(folder, plan, monkeypatch, caplog, capfd):
     pool = Pool(models, settings, together=2, make=make)
     app = make_app(pool, settings, Metrics(), extra=page_routes(settings), folders=pool.folders)
     with TestClient(app, headers=HEADERS, raise_server_exceptions=False) as client:
-        end = time.monotonic() + READY_S
-        while [m["state"] for m in client.get("/api/status").json()["models"]] != ["ready", "failed"]:
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        waiting.until(lambda: [m["state"] for m in client.get("/api/status").json()["models"]] == ["ready", "failed"])
         yield client
     written = "".join(capfd.readouterr())
     check(written)

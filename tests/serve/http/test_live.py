@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from starlette.testclient import TestClient
 
-from tests import toy_worker
+from tests import toy_worker, waiting
 from tests.serve.test_pool import model, run
 from tests.serve.test_serve_run import posix, serving
 from tests.serving import MockPool
@@ -210,7 +210,7 @@ def test_a_hangup_signal_reloads_a_running_server(tmp_path):
         assert (status("old"), status("new")) == (200, 401)
         file.write_text("new")
         os.kill(found.process.pid, signal.SIGHUP)
-        found.until(lambda: status("new") == 200)
+        waiting.until(lambda: status("new") == 200)
         assert status("old") == 401
         file.write_text("two words")
         os.kill(found.process.pid, signal.SIGHUP)  # refused, and the server goes on

@@ -4,11 +4,11 @@ import asyncio
 import ipaddress
 import socket
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
 
+from tests import waiting
 from trimtab.errors import RequestError
 from trimtab.serve.contract.settings import Limits, Settings
 from trimtab.serve.http.auth import client_network
@@ -152,10 +152,9 @@ def test_one_that_drips_is_ended_by_the_clock(monkeypatch, head):
     def drip(connection):
         connection.sendall(head)
         try:
-            for place in range(200):
+            for place in waiting.dripped(range(200), 0.05):
                 connection.sendall(b"x")
                 dripped.append(place)
-                time.sleep(0.05)
         except OSError:
             pass
 
@@ -201,20 +200,21 @@ def test_slow_addresses_of_one_client_leave_threads_to_others(monkeypatch):
     slow, found = Slow(monkeypatch), fetcher()
 
     async def ask():
-        waiting = [
+        slow_ones = [
             asyncio.create_task(found.get_all(urls(*(f"slow{request}{i}" for i in range(16))), sender="a")) for request in range(2)
         ]
         try:
-            while len(slow.begun) < fetch.OF_ONE_CLIENT:
-                await asyncio.sleep(0.005)
+            await waiting.until_async(lambda: len(slow.begun) >= fetch.OF_ONE_CLIENT)
             assert await asyncio.wait_for(found.get_all(urls("b"), sender="b"), 60)
             # A request that ends frees no thread that still reads for it, and what it had not begun is not read.
-            waiting.pop(0).cancel()
-            await asyncio.sleep(0.05)
-            assert len(slow.begun) == fetch.OF_ONE_CLIENT + 1
+            ended = slow_ones.pop(0)
+            ended.cancel()
+            await asyncio.wait([ended], timeout=60)
+            await asyncio.wait_for(found.get_all(urls("c"), sender="b"), 60)
+            assert len(slow.begun) == fetch.OF_ONE_CLIENT + 2
         finally:
             slow.let_go.set()
-        await asyncio.wait_for(waiting[0], 60)
+        await asyncio.wait_for(slow_ones[0], 60)
         assert not any(f"slow0{i}" in path for path in slow.begun for i in range(fetch.OF_ONE_CLIENT, 16))
 
     asyncio.run(ask())

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import waiting
+
 ray = pytest.importorskip("ray")
 pytest.importorskip("ray.serve")
 openai = pytest.importorskip("openai")
@@ -151,15 +153,6 @@ def copies():
     return {one["pid"]: one for one in found if isinstance(one, dict)}
 
 
-def until(condition, within_s):
-    """Wait for a condition; returns the seconds that it took."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < within_s
-        time.sleep(0.2)
-    return time.monotonic() - began
-
-
 def post(served, path, body, **headers):
     """Return (status, JSON) of one request."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -194,8 +187,8 @@ def test_a_stream_arrives_while_it_is_made(client):
     assert sum(one["in_flight"] for one in copies().values()) == 1
     stream.close()
     # And a client that leaves frees its row.
-    until(lambda: not sum(one["in_flight"] for one in copies().values()), 30)
-    until(lambda: not sum(one["numbers"]["running"] for one in copies().values()), 30)
+    waiting.until(lambda: not sum(one["in_flight"] for one in copies().values()), 30)
+    waiting.until(lambda: not sum(one["numbers"]["running"] for one in copies().values()), 30)
 
 
 def test_what_the_way_through_ray_costs(client, counts):
@@ -281,7 +274,7 @@ def test_adapters_come_and_go_and_a_name_is_never_an_older_adapter(served, clien
         assert post(served, "/v1/unload_lora_adapter", {"lora_name": "new"})[0] == 200
         assert end_of(client, "new") == ("error", "UnknownModelError")
     # No copy keeps what nobody can name.
-    until(lambda: all(set(one["numbers"]["adapters"]) <= set(NAMES) for one in copies().values()), 30)
+    waiting.until(lambda: all(set(one["numbers"]["adapters"]) <= set(NAMES) for one in copies().values()), 30)
 
 
 # The way in -----------------------------------------------------------------------------------------------------------
@@ -309,7 +302,7 @@ def test_metrics_are_of_all_copies(served):
         with urllib.request.urlopen(request, timeout=30) as found:
             return json.load(found)["models"][0]["numbers"].get("rows")
 
-    until(lambda: rows() == 8, 30)
+    waiting.until(lambda: rows() == 8, 30)
 
 
 # What is lost ---------------------------------------------------------------------------------------------------------
@@ -345,7 +338,7 @@ def test_a_worker_killed_under_load_costs_named_errors_and_comes_back(client, co
         one = copies().get(pid)
         return one is not None and one["state"] == "ready" and one["worker_pid"] != before["worker_pid"]
 
-    until(is_back, BACK_S)
+    waiting.until(is_back, BACK_S)
     assert copies()[pid]["restarts"] == before["restarts"] + 1
     counts["worker_killed"] = found
     # It had four rows and twice as many requests at most.
@@ -361,7 +354,7 @@ def test_a_copy_killed_under_load_costs_named_errors_and_is_replaced(client, cou
         os.kill(pid, signal.SIGKILL)
 
     found = under_load(client, kill)
-    until(lambda: len(copies()) == 2 and pid not in copies() and not psutil.pid_exists(before["worker_pid"]), BACK_S)
+    waiting.until(lambda: len(copies()) == 2 and pid not in copies() and not psutil.pid_exists(before["worker_pid"]), BACK_S)
     counts["copy_killed"] = {**found, "back_s": round(time.monotonic() - moment[0], 1)}
     assert found["answers"] >= 48 - 8 and found["errors"]
     assert end_of(client, "style")[0] == "answer"
@@ -377,7 +370,7 @@ def test_a_front_that_is_killed_is_replaced(served, client, counts):
     next(iter(stream))
     with ThreadPoolExecutor(1) as pool:
         whole = pool.submit(client.chat.completions.create, model="demo", messages=PROMPT, temperature=0, **LONG)
-        until(lambda: sum(one["in_flight"] for one in copies().values()) == 2, 30)
+        waiting.until(lambda: sum(one["in_flight"] for one in copies().values()) == 2, 30)
         began = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         # Whoever had a part of an answer sees that it has no end; whoever waits is told by Ray.
@@ -394,10 +387,10 @@ def test_a_front_that_is_killed_is_replaced(served, client, counts):
         except openai.APIError:
             return False
 
-    until(answers, BACK_S)
+    waiting.until(answers, BACK_S)
     counts["front_killed"] = {"back_s": round(time.monotonic() - began, 1), "status": caught.value.status_code}
     # And no copy goes on with what nobody waits for.
-    until(lambda: not sum(one["in_flight"] for one in copies().values()), 60)
+    waiting.until(lambda: not sum(one["in_flight"] for one in copies().values()), 60)
 
 
 # The end, and files -----------------------------------------------------------------------------------------------------
@@ -454,7 +447,7 @@ def test_the_printed_file_is_deployed_as_it_is_and_follows_the_load(cluster, tmp
         except openai.APIError:
             return None
 
-    until(answers, START_S)
+    waiting.until(answers, START_S)
     assert running() == 1
     # A second server would have another address, and Ray Serve has one.
     other = [sys.executable, "-m", "trimtab", "serve", "--ray", str(DEMO / "base"), "--port", str(free_port())]
@@ -465,7 +458,7 @@ def test_the_printed_file_is_deployed_as_it_is_and_follows_the_load(cluster, tmp
     value["applications"][0]["deployments"] = [{"name": "demo", "autoscaling_config": faster}]
     file.write_text(yaml.safe_dump(value), "utf-8")
     subprocess.run(deploy, check=True, timeout=120)
-    until(lambda: running() == 1 and answers(), START_S)
+    waiting.until(lambda: running() == 1 and answers(), START_S)
     moment, is_over = time.monotonic(), threading.Event()
 
     def load():
@@ -475,7 +468,7 @@ def test_the_printed_file_is_deployed_as_it_is_and_follows_the_load(cluster, tmp
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(load) for _ in range(8)]
         try:
-            until(lambda: running() == 2, START_S)
+            waiting.until(lambda: running() == 2, START_S)
         finally:
             is_over.set()
         counts["autoscaling"] = {"clients": 8, "from": 1, "to": 2, "s": round(time.monotonic() - moment, 1)}

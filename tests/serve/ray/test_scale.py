@@ -12,6 +12,7 @@ import yaml
 from starlette.testclient import TestClient
 
 from tests.serving import words
+from tests.waiting import turns, until_async
 from trimtab.cli import main as cli
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest, LoadRequest
@@ -306,14 +307,14 @@ def on_front(handle, work, *, retry=False, adapters=None, kept=()):
 
             found.submit(one, emit)
             await asyncio.wait_for(ended.wait(), WAIT_S)
-            await asyncio.sleep(0)
+            await turns()
             return events
 
         try:
             return await asyncio.wait_for(work(found, ask), 2 * WAIT_S)
         finally:
             found.stop()
-            await asyncio.sleep(0)
+            await turns()
 
     return asyncio.run(all_of_it())
 
@@ -422,12 +423,9 @@ def test_a_client_that_leaves_is_told_nothing_and_its_copy_hears_of_it():
 
     async def work(replicas, ask):
         replicas.submit(job(), events.append)
-        while not handle.streams:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await until_async(lambda: handle.streams)
         replicas.cancel("1")
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await turns(5)
         assert handle.streams[0].is_cancelled and replicas.in_flight == 0
 
     on_front(handle, work)
@@ -435,16 +433,18 @@ def test_a_client_that_leaves_is_told_nothing_and_its_copy_hears_of_it():
 
 
 def test_the_end_is_told_to_what_is_being_answered():
+    handle = Handle(["wait"])
+
     async def work(replicas, ask):
         waiting = asyncio.create_task(ask(job()))
-        await asyncio.sleep(0.01)
+        await until_async(lambda: handle.streams)
         await asyncio.to_thread(replicas.drain, 0.1)
         assert error_class(await waiting) == "StoppingError"
         assert replicas.state == "stopped"
         with pytest.raises(StoppingError):
             replicas.submit(job(), print)
 
-    on_front(Handle(["wait"]), work)
+    on_front(handle, work)
 
 
 def test_a_name_that_is_used_again_is_another_adapter():
@@ -486,18 +486,14 @@ def test_the_state_is_that_of_the_copies(monkeypatch):
     handle = Handle()
 
     async def work(replicas, ask):
-        async def until(state):
-            while replicas.state != state:
-                await asyncio.sleep(0.01)
-
         assert replicas.state == "loading"
         handle.numbers = [one_copy(1, rows=4), one_copy(2, state="restarting"), OSError()]
-        await until("ready")
+        await until_async(lambda: replicas.state == "ready")
         assert (replicas.numbers, replicas.restarts, replicas.plan) == ({"rows": 4}, 2, {"a": 1})
         handle.numbers = []
-        await until("restarting")
+        await until_async(lambda: replicas.state == "restarting")
         handle.numbers = [one_copy(3, rows=4), one_copy(4, rows=4)]
-        await until("ready")
+        await until_async(lambda: replicas.state == "ready")
         assert replicas.numbers == {"rows": 8} and replicas.restarts == 4
 
     on_front(handle, work)
@@ -683,8 +679,7 @@ def test_a_forgotten_adapter_goes_once_nobody_uses_it():
 def test_a_client_that_leaves_frees_its_row():
     async def work(copy, worker):
         asking = asyncio.create_task(heard(copy, Job("9", "wait", GenerateRequest(max_new_tokens=4))))
-        while not worker.jobs:
-            await asyncio.sleep(0)
+        await until_async(lambda: worker.jobs)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         assert worker.cancelled == ["9"]

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import threading
-import time
 from dataclasses import asdict
 
 import pytest
@@ -104,13 +103,19 @@ def test_an_inbox_has_a_message_when_all_of_it_has_come(ends):
     assert list(inbox.rest()) == []
 
 
-def test_the_rest_of_an_inbox_has_what_is_on_its_way(ends):
+def test_the_rest_of_an_inbox_has_what_is_on_its_way(ends, monkeypatch):
     inbox = Inbox(ends[1])
     ends[0].send({"first": 1})
     ends[0]._connection.send_bytes(HEAD)
     inbox.start()
-    sender = threading.Thread(target=lambda: (time.sleep(0.05), ends[0]._connection.send_bytes(b"x")))
-    sender.start()
+    wait_for, waits = inbox._came.wait_for, []
+
+    def sends_what_is_awaited(condition):
+        waits.append(condition)
+        if len(waits) == 2:
+            ends[0]._connection.send_bytes(b"x")
+        return wait_for(condition)
+
+    monkeypatch.setattr(inbox._came, "wait_for", sends_what_is_awaited)
     assert list(inbox.rest()) == [{"first": 1}, {"picture": b"x"}]
     assert list(inbox.rest()) == [] and not inbox.poll(0)
-    sender.join(WAIT_S)

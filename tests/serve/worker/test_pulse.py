@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests import waiting
 from tests.serve.scheduling.test_scheduler import Clock
 from trimtab.process.runner import Activity, activity_of
 from trimtab.serve.worker.ipc import FIRST_S, LEAST_S, MOST_S, Patience, Pulse, Silence
@@ -143,8 +144,7 @@ def test_signs_of_work_are_the_processes_own():
         assert first is not None and not first.is_more(first, 1.0)
         if hasattr(signal, "SIGSTOP"):
             child.send_signal(signal.SIGSTOP)
-            while activity_of(child.pid) is not None:
-                time.sleep(0.001)
+            waiting.until(lambda: activity_of(child.pid) is None)
             child.send_signal(signal.SIGCONT)
         child.communicate(b"\n")
     assert activity_of(child.pid) is None

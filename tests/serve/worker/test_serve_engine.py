@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import trimtab
+from tests import waiting
 from tests.examples import examples
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
@@ -74,8 +75,7 @@ def run(engine, *jobs):
     scheduler = Scheduler(engine, told.append)
     for job in jobs:
         scheduler.submit(job)
-    while not all(entry.is_prepared for entry in scheduler._arrived):  # on another thread; then in their order
-        time.sleep(0.001)
+    waiting.until(lambda: all(entry.is_prepared for entry in scheduler._arrived))  # on another thread; then in their order
     for _ in range(2000):
         if not scheduler.turn():
             break
@@ -286,9 +286,8 @@ def test_the_process_that_compiles_is_gone_when_its_client_leaves(engine, monkey
     assert json.loads("".join(event.text for event in events if event.job_id == "other")) == {"n": 3, "c": "mauve"}
     assert compiling and not [event for event in events if event.job_id == "slow"]
     scheduler.cancel("slow")
-    while psutil.pid_exists(compiling[0]) and time.monotonic() < end:
-        time.sleep(0.005)
-    assert not psutil.pid_exists(compiling[0]) and scheduler.is_idle
+    waiting.until(lambda: not psutil.pid_exists(compiling[0]))
+    assert scheduler.is_idle
 
 
 def test_token_ids_are_held_to_a_schema_too_and_not_between_steps(model, engine):

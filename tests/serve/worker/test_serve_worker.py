@@ -4,13 +4,13 @@ import json
 import multiprocessing
 import shutil
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import transformers
 
+from tests import waiting
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.prefill.warm_up import CaptureAhead
 from trimtab.engine.tiers.reader import Reader
@@ -20,7 +20,7 @@ from trimtab.serve.adapters.new_adapters import LOOK_S as WATCH_S
 from trimtab.serve.contract.job import Job
 from trimtab.serve.worker import worker
 from trimtab.serve.worker.ipc import BEAT_S, Channel, Patience, event_from_message, job_to_message
-from trimtab.serve.worker.worker import CAPTURING_S, _Worker
+from trimtab.serve.worker.worker import _Worker
 
 WAIT_S = 60
 REQUEST = LoadRequest(model=str(DEMO / "base"), quant="none", dtype="float32", context_tokens=384, audio_s=1.0, device="cpu")
@@ -233,9 +233,7 @@ def test_other_steps_are_captured_after_that_while_nothing_is_asked_and_an_error
     for name in ("one", "two"):
         running.ask(name)
         assert running.end_of(name).kind == "done"
-        end = time.monotonic() + WAIT_S
-        while len(tried) < (1 if fails else 2) and time.monotonic() < end:
-            time.sleep(CAPTURING_S / 10)
+        waiting.until(lambda: len(tried) >= (1 if fails else 2))
     running.close()
     assert tried == [("steps", [4]), ("steps", [2])][: 1 if fails else 2] and captured == ([] if fails else tried)
 
@@ -370,8 +368,8 @@ def test_a_worker_that_cannot_load_its_model_says_why_and_ends(tmp_path, monkeyp
 
 def test_a_start_is_sent_with_its_age(running, monkeypatch):
     prefill = running.worker.engine.prefill
-    monkeypatch.setattr(running.worker.engine, "prefill", lambda *args: (time.sleep(0.3), prefill(*args))[1])
+    monkeypatch.setattr(running.worker.engine, "prefill", lambda *args: (waiting.hang(0.05), prefill(*args))[1])
     running.ask("aged", tokens=2)
     assert running.end_of("aged").kind == "done"
     (start,) = [event for event in running.events if (event.job_id, event.kind) == ("aged", "started")]
-    assert 0.3 <= start.usage["ago_s"] < 5
+    assert 0.05 <= start.usage["ago_s"] < 5

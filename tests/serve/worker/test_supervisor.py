@@ -8,12 +8,12 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 
 import pytest
 
-from tests import toy_worker
+from tests import toy_worker, waiting
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.errors import error_from_worker, error_response
@@ -186,21 +186,16 @@ def test_what_no_worker_was_given_yet_outlives_those_that_die_while_loading(star
     supervisor = start({"die_at_start_after": str(mark)})
     mark.touch()
     os.kill(supervisor.pid, KILL)
-    end = time.monotonic() + WAIT_S
-    while supervisor.state == "ready":
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    waiting.until(lambda: supervisor.state != "ready")
     told = ask(supervisor, job("1", "echo"))
-    while supervisor.restarts < 2:
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    waiting.until(lambda: supervisor.restarts >= 2)
     mark.unlink()
     assert ends(told, 1)["1"].kind == "done"
 
 
 @pytest.mark.parametrize("refused", ["process", "thread"])
 def test_a_worker_that_the_system_does_not_start_at_once_is_started_later(supervisor, refused, monkeypatch):
-    owner = SpawnProcess if refused == "process" else threading.Thread
+    owner = BaseProcess if refused == "process" else threading.Thread
     start, processes = owner.start, []
 
     def fail_once(self):
@@ -217,10 +212,7 @@ def test_a_worker_that_the_system_does_not_start_at_once_is_started_later(superv
     monkeypatch.setattr("trimtab.serve.worker.supervisor.PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(owner, "start", fail_once)
     os.kill(pid, KILL)
-    end = time.monotonic() + WAIT_S
-    while not supervisor.restarts:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    waiting.until(lambda: supervisor.restarts)
     assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done"
     assert supervisor.pid != pid and owner.start is start
     assert all(exit_code_of(process, WAIT_S) == -KILL for process in processes)  # nobody would end it
@@ -232,7 +224,7 @@ def test_a_worker_that_the_system_does_not_start_can_be_started_again(monkeypatc
 
     supervisor = Supervisor({"adapters": {}}, target=toy_worker.main)
     with monkeypatch.context() as patched:
-        patched.setattr(SpawnProcess, "start", fail)
+        patched.setattr(BaseProcess, "start", fail)
         with pytest.raises(BlockingIOError):
             supervisor.start()
     assert supervisor.state == "stopped"  # a pool starts what is stopped and asked for
@@ -253,13 +245,6 @@ def test_a_worker_that_hangs_in_a_call_is_killed(start):
     assert supervisor.restarts == 1
 
 
-def becomes(supervisor, state):
-    end = time.monotonic() + WAIT_S
-    while supervisor.state != state:
-        assert time.monotonic() < end, supervisor.state
-        time.sleep(0.002)
-
-
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="Windows has no SIGSTOP")
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_a_stopped_worker_is_not_ready_and_is_put_back(start, is_asked):
@@ -268,7 +253,7 @@ def test_a_stopped_worker_is_not_ready_and_is_put_back(start, is_asked):
     told = ask(supervisor, *[job("running", "wait")] * is_asked)
     pid = supervisor.pid
     os.kill(pid, signal.SIGSTOP)
-    becomes(supervisor, "unresponsive")
+    waiting.until(lambda: supervisor.state == "unresponsive")
     assert supervisor.pid == pid  # it may go on
     late = ask(supervisor, job("late", "echo"))
     if is_asked:
@@ -286,7 +271,7 @@ def test_a_worker_that_goes_on_in_time_answers_what_came_meanwhile(start):
     supervisor = start(patience=Patience(unresponsive_s=0.3, restart_s=WAIT_S))
     pid = supervisor.pid
     os.kill(pid, signal.SIGSTOP)
-    becomes(supervisor, "unresponsive")
+    waiting.until(lambda: supervisor.state == "unresponsive")
     gone = ask(supervisor, job("gone", "echo"))
     told = ask(supervisor, job("late", "echo"))
     supervisor.cancel("gone")
@@ -321,8 +306,7 @@ def test_a_new_worker_has_the_adapters_that_were_loaded_meanwhile(supervisor):
     supervisor.call("load_adapter", name="b", path="/b").result(WAIT_S)
     supervisor.call("unload_adapter", name="a").result(WAIT_S)
     os.kill(supervisor.pid, KILL)
-    while supervisor.restarts == 0:
-        time.sleep(0.01)
+    waiting.until(lambda: supervisor.restarts)
     assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done"
     assert supervisor.numbers["adapters"] == ["b"]
 
