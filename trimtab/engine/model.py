@@ -30,7 +30,7 @@ from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.loader.load import Loaded, Progress, fill
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora import mixes
-from trimtab.engine.lora.attached import AttachedAdapter
+from trimtab.engine.lora.attached import AttachedAdapter, Fitting
 from trimtab.engine.lora.base_values import BaseValues, base_values
 from trimtab.engine.lora.store import ADAPTER_DTYPE, TOWERS, AdapterStore, HeldAdapter
 from trimtab.engine.memory import reserve as transient_room
@@ -89,7 +89,7 @@ class LoadedModel(Asking):
         self.context_tokens = plan.request.context_tokens
         self.adapter_store = AdapterStore()
         # The modules for each adapter in host memory, as long as it is referenced.
-        self._fittings: WeakKeyDictionary[HeldAdapter, lora.Fitting] = WeakKeyDictionary()
+        self._fittings: WeakKeyDictionary[HeldAdapter, Fitting] = WeakKeyDictionary()
         self._base_values: WeakKeyDictionary[HeldAdapter, BaseValues] = WeakKeyDictionary()
         self.turns = Turns()
         # Held while an adapter is exchanged, when its name is attached to nothing for a moment.
@@ -286,7 +286,7 @@ class LoadedModel(Asking):
         self.fitting(held)  # now, not while rows wait
         return held
 
-    def fitting(self, held: HeldAdapter) -> lora.Fitting:
+    def fitting(self, held: HeldAdapter) -> Fitting:
         """Return the modules that an adapter changes on this model. Cached. Errors: AdapterError if it fits another model."""
         fitting = self._fittings.get(held)
         if fitting is None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.engine.lora.layers import Holders
+from trimtab.engine.lora.attached import Holders
 from trimtab.engine.lora.store import BASE, EAGER, AdapterStore, Selection, covered
 from trimtab.errors import RequestError
 

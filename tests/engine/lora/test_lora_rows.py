@@ -16,6 +16,7 @@ from tests.engine.lora.toy_lora import IDS, WIDTH, Toy, make_adapter, ours, put_
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.attached import Holders
 from trimtab.engine.lora.layers import SavedModule, attach_fitted, detach, fit
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.errors import AdapterError, RequestError
@@ -53,10 +54,10 @@ def test_a_saved_module_keeps_path_parameters_and_attributes(tmp_path: Path) -> 
 def test_attached_adapters_are_in_one_registry() -> None:
     store = AdapterStore()
     for name in ("one", "two"):
-        store.attached(name, lora.Holders(None, []))
+        store.attached(name, Holders(None, []))
     assert store.serials == {"one": 1, "two": 2} and list(store.names) == ["one", "two"]
     store.detached("one")
-    store.attached("one", lora.Holders(None, []))
+    store.attached("one", Holders(None, []))
     assert store.serials == {"two": 2, "one": 3} and store.serial_of("one") == store.last_serial == 3
     store.holders.clear()  # as a model does that is closed
     assert not store.serials and not store.names and store.serial_of("one") is None

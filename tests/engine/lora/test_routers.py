@@ -19,8 +19,8 @@ from tools import former_names
 from trimtab.adapters.adapter import match_adapter, read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.loader.transformers_model import read_anatomy
-from trimtab.engine.lora.layers import LinearAdapter
-from trimtab.engine.lora.routers import RouterAdapter, RouterModule, takes_lora
+from trimtab.engine.lora.layers import LinearAdapter, RouterAdapter
+from trimtab.engine.lora.routers import RouterModule, takes_lora
 from trimtab.engine.lora.store import AdapterStore, Selection
 from trimtab.errors import AdapterError, DeviceError
 

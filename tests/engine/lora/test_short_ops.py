@@ -24,6 +24,7 @@ from trimtab.engine.layers.leaves import ResidentLeaf
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora import mixes
+from trimtab.engine.lora.attached import Holders
 from trimtab.engine.lora.fewer_ops import ShortAdapters, ShortOps
 from trimtab.engine.lora.store import EAGER, AdapterStore
 
@@ -235,7 +236,7 @@ def test_a_norm_of_an_adapter_is_computed_with_the_adapters_weight(tmp_path):
     held = lora.SavedModule(own, store, "text")
     model.norm = held
     held.__dict__["adapters"]["one"] = {"weight": torch.full((WIDTH,), 0.5)}
-    store.attached("one", lora.Holders(None, []))
+    store.attached("one", Holders(None, []))
     x = torch.randn(2, 1, WIDTH)
     short = short_of(model, store=store)
     for rows in ([None, None], ["one", "one"], ["one", None], [None, None]):

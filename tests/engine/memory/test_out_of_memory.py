@@ -18,8 +18,7 @@ from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.kernels.selfcheck import KernelFamily
 from trimtab.engine.loader import head_kernel as head8_choice
-from trimtab.engine.lora.attached import AttachedAdapter
-from trimtab.engine.lora.layers import Holders
+from trimtab.engine.lora.attached import AttachedAdapter, Holders
 from trimtab.engine.memory import step_memory
 from trimtab.engine.memory.graph_cache import GraphCache
 from trimtab.engine.memory.out_of_memory import is_out_of_memory, naming_out_of_memory, reason_of

@@ -19,6 +19,7 @@ from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.attached import Fitting
 from trimtab.engine.lora.layers import ExpertsAdapter
 from trimtab.engine.lora.store import EAGER, TOWERS, AdapterStore, AdapterTable, Groups
 from trimtab.errors import RequestError
@@ -93,7 +94,7 @@ class AdapterSlots:
         self._of_kind: dict[str, list[Leaf]] = {}
         for leaf in leaves:
             self._of_kind.setdefault(lora.kind_of(leaf.module_path), []).append(leaf)
-        self._columns: WeakKeyDictionary[lora.Fitting, _Columns] = WeakKeyDictionary()
+        self._columns: WeakKeyDictionary[Fitting, _Columns] = WeakKeyDictionary()
         # Layers that read one tensor, where all of them are there and next to each other.
         self._groups = {leaf: group for leaf, group in groups_of(leaves).items() if self._is_whole(group)}
         self._shared: tuple[weakref.ref[Tensor], int, tuple[Leaf, ...], matvec.LoraArgs] | None = None
@@ -169,7 +170,7 @@ class AdapterSlots:
         self._cover_attached()
         return self.largest_rank, len(self._covered), *self.experts.shape_key
 
-    def cover(self, fittings: Iterable[lora.Fitting]) -> None:
+    def cover(self, fittings: Iterable[Fitting]) -> None:
         """Look up all layers that these adapters need: layers covered before the capture need no second capture."""
         for fitting in fittings:
             for kind in fitting.kinds:
@@ -265,7 +266,7 @@ class AdapterSlots:
         for column, line in zip(_COLUMNS, lines, strict=True):
             self._table[column][:, slot].copy_(line)
 
-    def _columns_of(self, fitting: lora.Fitting) -> _Columns:
+    def _columns_of(self, fitting: Fitting) -> _Columns:
         """Return the columns, made once: an adapter that comes back has another address and nothing else."""
         columns = self._columns.get(fitting)
         if columns is None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trimtab.engine.families.step import FusedStep
     from trimtab.engine.formats.hf_types import HFModel
     from trimtab.engine.layers.context import EngineContext
-    from trimtab.engine.lora import layers as lora
+    from trimtab.engine.lora.attached import Fitting
 
 # Of this many rows: logits, or the result of `FusedStep`.
 Step = Callable[[int], Any]
@@ -425,7 +425,7 @@ class DecodeStep:
         return sorted({*(size for size in BUCKETS if size < rows), rows}, reverse=True)
 
     def prepare(
-        self, state: BatchState, expected: Iterable[lora.Fitting] = (), sizes: Sequence[int] | None = None
+        self, state: BatchState, expected: Iterable[Fitting] = (), sizes: Sequence[int] | None = None
     ) -> None:  # fmt: skip
         """Capture a step of every bucket of rows before it is needed: of the base, and with adapters by table if any is
         attached. state: of stand-ins, as many as there are rows; no request's tokens come from these steps.
@@ -438,7 +438,7 @@ class DecodeStep:
         self._prepare(state, expected, self.sizes() if sizes is None else sizes)
         self.graph_bytes += max(outside_torch(self.device) - before, 0)
 
-    def _prepare(self, state: BatchState, expected: Iterable[lora.Fitting], sizes: Sequence[int]) -> None:
+    def _prepare(self, state: BatchState, expected: Iterable[Fitting], sizes: Sequence[int]) -> None:
         names: list[str | None] = [None]
         expected = list(expected)
         is_invariant = self.is_invariant

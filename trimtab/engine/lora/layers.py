@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from trimtab.adapters.adapter import AdapterSpec, AdapterTarget
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
-from trimtab.engine.lora.attached import AttachedAdapter
+from trimtab.engine.lora.attached import AttachedAdapter, Fitting, Holders, PlainPlace
 from trimtab.engine.lora.base_values import BaseValues, LinearLayer, Product, TableLayer, base_values, finished
 from trimtab.engine.lora.experts import ExpertProduct, cover, matrices, uncover, why_no_lora
-from trimtab.engine.lora.routers import RouterAdapter, RouterModule, takes_lora
+from trimtab.engine.lora.routers import RouterModule, takes_lora
 from trimtab.engine.lora.store import TOWERS, AdaptedLayer, AdapterStore
 from trimtab.errors import AdapterError, RequestError
 from trimtab.formats.record import rounds_change
@@ -287,55 +287,14 @@ class _Builder:
         return EmbeddingAdapter(target.part, lora.scale, A.T.contiguous(), B, magnitude, weight)
 
 
-@dataclass(frozen=True)
-class PlainPlace:
-    """One linear layer that an adapter changes by A and B alone, which begin at values A_start and B_start of its piece.
+class RouterAdapter:
+    """One adapter's change of one router. Not a `LinearAdapter`, so that no kernel looks it up in a table of linear layers."""
 
-    Shapes: A [rank, in_features], B [out_features, rank].
-    """
+    weight = None
 
-    leaf: Any
-    part: str
-    scale: float
-    rank: int
-    A_start: int
-    B_start: int
-
-
-@dataclass(eq=False)
-class Fitting:
-    """The targets of one adapter on one model, matched and checked once, so that attaching it again is a short loop.
-
-    plain: targets in one piece of memory that has all of A and B. rest: by module path, all others, which are read
-    tensor by tensor. kinds: of the decoder's linear layers that it changes (`kind_of`). largest_rank: there.
-    """
-
-    model: nn.Module
-    plain: list[PlainPlace]
-    rest: dict[str, dict[str, AdapterTarget]]
-    kinds: frozenset[str]
-    largest_rank: int
-
-
-@dataclass(eq=False)
-class Holders:
-    """The modules that hold one attached adapter: those of its fitting's plain places, and `rest` with their paths.
-
-    address: of the piece that the plain places count from, 0 if there is none. about: the model's entry for it, None where it
-    was attached without a `LoadedModel`. serial: a new number whenever an adapter is attached, because the same name may mean
-    other tensors later.
-    """
-
-    fitting: Fitting
-    rest: list[tuple[str, nn.Module]]
-    address: int = 0
-    about: AttachedAdapter | None = None
-    serial: int = 0
-
-    @property
-    def reads_on_host(self) -> bool:
-        """Whether a pass with it reads on the host which experts were chosen, so that it cannot be captured."""
-        return any(hasattr(module, "has_gate") for _, module in self.rest)
+    def __init__(self, linear: LinearAdapter) -> None:
+        self.linear, self.part = linear, linear.part
+        self.A, self.B = linear.A, linear.B
 
 
 def kind_of(module_path: str) -> str:

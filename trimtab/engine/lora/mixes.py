@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from trimtab.adapter_names import check_weight, mix_name
 from trimtab.checkpoint.names import near_names
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.lora.attached import AttachedAdapter
+from trimtab.engine.lora.attached import AttachedAdapter, Fitting, Holders, PlainPlace
 from trimtab.engine.lora.base_values import Product, TableLayer
-from trimtab.engine.lora.layers import EmbeddingAdapter, ExpertsAdapter, Fitting, Holders, LinearAdapter, PlainPlace
-from trimtab.engine.lora.routers import RouterAdapter
+from trimtab.engine.lora.layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter, RouterAdapter
 from trimtab.engine.lora.store import ADAPTER_DTYPE, TOWERS, AdapterStore, HeldAdapter
 from trimtab.errors import DoesNotFitError, RequestError, gib
 

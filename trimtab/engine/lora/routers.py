@@ -6,16 +6,13 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.errors import DeviceError
-
-if TYPE_CHECKING:
-    from trimtab.engine.lora.layers import LinearAdapter
 
 _USES_LINEAR = re.compile(r"\blinear\([^\n]*self\.weight\b|super\(\)\.forward\(")
 _CASTS = (Tensor.to, Tensor.type, Tensor.float)
@@ -95,16 +92,6 @@ class RouterModule(nn.Module):
         if "original" in self.__dict__:
             return getattr(self.__dict__["original"], name)
         return super().__getattr__(name)
-
-
-class RouterAdapter:
-    """One adapter's change of one router. Not a `LinearAdapter`, so that no kernel looks it up in a table of linear layers."""
-
-    weight = None
-
-    def __init__(self, linear: LinearAdapter) -> None:
-        self.linear, self.part = linear, linear.part
-        self.A, self.B = linear.A, linear.B
 
 
 class _AddingWeight(Tensor):

@@ -24,7 +24,7 @@ from trimtab.errors import AdapterError, RequestError
 if TYPE_CHECKING:
     from torch import nn
 
-    from trimtab.engine.lora.layers import Holders
+    from trimtab.engine.lora.attached import Holders
 
 # Towers see images and audio, not rows: the first dimension of their input is another count.
 TOWERS = ("vision", "audio", "connector")

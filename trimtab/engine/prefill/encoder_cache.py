@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from trimtab.engine.lora.store import Place
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
     from trimtab.engine.kv.sequence import Inputs
-    from trimtab.engine.prefill.prefix_cache import PrefixCache
 
 # The fields of a tower's output that families read (transformers 5.6.2 to 5.23).
 PARTS = ("pooler_output", "deepstack_features", "attention_mask", "audio_mel_mask")
@@ -28,8 +27,16 @@ _WHOLE = "whole"
 FUNCTIONS = ("get_image_features", "get_audio_features")
 
 
+class OutputCache(Protocol):
+    """Where outputs of towers are kept by key (`PrefixCache`)."""
+
+    def get_blob(self, key: bytes) -> Any: ...
+
+    def put_blob(self, key: bytes, value: Any) -> None: ...
+
+
 def encoders(
-    hf_model: HFModel, cache: PrefixCache, scope: bytes, inputs: Inputs, counts: Counter[str]
+    hf_model: HFModel, cache: OutputCache, scope: bytes, inputs: Inputs, counts: Counter[str]
 ) -> dict[Place, object]:  # fmt: skip
     """Return the functions of towers for a pass (`covered`): they return cached outputs, and new outputs are cached. counts: what
     they count, as `PrefixCache.encoder_counts` has it. The cache wraps `get_image_features` and `get_audio_features`. Images are
@@ -49,7 +56,7 @@ class _Tower:
     """Replaces one function for one prompt. digests: of its images or audio, in order."""
 
     compute: Callable[..., object]
-    cache: PrefixCache
+    cache: OutputCache
     counts: Counter[str]
     scope: bytes
     digests: Sequence[bytes]

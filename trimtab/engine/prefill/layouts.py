@@ -17,6 +17,7 @@ from trimtab.engine.batched_lora import expert_table
 from trimtab.engine.batched_lora.expert_table import StandIn
 from trimtab.engine.batched_lora.table import AdapterSlots
 from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.attached import Holders, PlainPlace
 from trimtab.engine.lora.experts import uncover
 from trimtab.engine.lora.layers import ExpertsAdapter
 from trimtab.engine.lora.store import TOWERS, AdapterStore, Selection
@@ -154,7 +155,7 @@ class Layouts:
         counted = prompts.extra_bytes() - prompts.extra_bytes(prompts.sizes, adapters=False)
         return needed + others <= counted or needed + others - counted <= prompts.left_bytes() - prompts.extra_bytes()
 
-    def _experts_of(self, name: str, holders: lora.Holders) -> dict[nn.Module, ExpertsAdapter]:
+    def _experts_of(self, name: str, holders: Holders) -> dict[nn.Module, ExpertsAdapter]:
         """Return what an adapter changes of experts, by module, if kernels add all of it, else nothing."""
         adapters = {module: vars(module)["adapters"][name] for _, module in holders.rest}
         changed = {module: one for module, one in adapters.items() if isinstance(one, ExpertsAdapter)}
@@ -165,7 +166,7 @@ class Layouts:
         return known if len(known) == len(changed) and all(expert_table.why_not(one) is None for one in changed.values()) else {}
 
     def _new(
-        self, places: Sequence[lora.PlainPlace], source: Tensor, experts: Mapping[nn.Module, ExpertsAdapter], *, has_towers: bool
+        self, places: Sequence[PlainPlace], source: Tensor, experts: Mapping[nn.Module, ExpertsAdapter], *, has_towers: bool
     ) -> PromptLayout:  # fmt: skip
         while len(self._held) >= MOST_LAYOUTS:
             self._drop()
@@ -210,7 +211,7 @@ def part_of(module: nn.Module, name: str) -> str | None:
     return part
 
 
-def values_of(name: str, holders: lora.Holders) -> Tensor:
+def values_of(name: str, holders: Holders) -> Tensor:
     """Return the values [N] that an attached adapter's plain places count in."""
     first = holders.fitting.plain[0]
     A: Tensor = first.leaf.adapters[name].A

@@ -21,7 +21,7 @@ from trimtab.engine.kv.prefix_store import Match
 from trimtab.engine.kv.sequence import PrefillState, RowPages, TokenSequence
 from trimtab.engine.layers.context import EngineContext
 from trimtab.engine.layers.leaves import Leaf
-from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora.attached import Fitting
 from trimtab.engine.lora.store import HeldAdapter, Place
 from trimtab.engine.memory.shared_pool import PrefillMemoryPool
 from trimtab.engine.passes.chunk_forward import Chunk, ChunkForward
@@ -100,7 +100,7 @@ class PrefillContext(EngineContext, Protocol):
 
     def lend_prompt_room(self) -> None: ...
 
-    def fitting(self, held: HeldAdapter) -> lora.Fitting: ...
+    def fitting(self, held: HeldAdapter) -> Fitting: ...
 
     def adapter_content(self, name: str | None) -> str: ...
 
