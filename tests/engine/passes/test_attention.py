@@ -351,7 +351,11 @@ CHUNKS = [Chunk(0, 16, 16, is_last=False), Chunk(16, 5, 16, is_last=True)]
 
 
 def job(chunks, media=None):
-    return PromptJob(list(chunks), media, 0, None, Match())
+    one = PromptJob()
+    with pytest.raises(ValueError, match="complete cannot follow begun"):
+        one.enter(Stage.COMPLETE)
+    one.begin(list(chunks), media, 0, None, Match())
+    return one
 
 
 def test_a_prompt_is_complete_with_its_last_chunk():

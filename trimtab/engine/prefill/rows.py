@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -32,32 +32,39 @@ if TYPE_CHECKING:
 
 
 class Stage(Enum):
-    """Where a prompt in progress stands. TOWERS: they have run, which is a piece by itself. CHUNKS: the next piece is a chunk.
-    COMPLETE: none is left, or a step computes the last token."""
+    """Where a prompt in progress stands. BEGUN: nothing is computed, or pieces of its towers. TOWERS: they have run, which is a
+    piece by itself. CHUNKS: the next piece is a chunk. COMPLETE: none is left, or a step computes the last token."""
 
+    BEGUN = "begun"
     TOWERS = "towers"
     CHUNKS = "chunks"
     COMPLETE = "complete"
 
 
 # What may follow.
-_FOLLOWING = {Stage.TOWERS: (Stage.CHUNKS,), Stage.CHUNKS: (Stage.CHUNKS, Stage.COMPLETE), Stage.COMPLETE: ()}
+_FOLLOWING = {
+    Stage.BEGUN: (Stage.TOWERS, Stage.CHUNKS), Stage.TOWERS: (Stage.CHUNKS,), Stage.CHUNKS: (Stage.CHUNKS, Stage.COMPLETE),
+    Stage.COMPLETE: (),
+}  # fmt: skip
 
 
 @dataclass(eq=False)
 class PromptJob:
-    """A prompt in progress: its chunks, and how many are computed. serial: of its adapter when it began. kept: the tokens that need
-    no computation."""
+    """A prompt in progress, which has the row of prompts: its chunks, and how many are computed. serial: of its adapter when it
+    began. kept: the tokens that need no computation."""
 
-    chunks: list[Chunk]
-    media: Media | None
-    offset: int
-    serial: int | None
-    kept: Match
+    stage: Stage = Stage.BEGUN
+    chunks: list[Chunk] = field(default_factory=list)
+    media: Media | None = None
+    offset: int = 0
+    serial: int | None = None
+    kept: Match = field(default_factory=Match)
     done: int = 0
 
-    def __post_init__(self) -> None:
-        self.stage = Stage.CHUNKS if self.media is None else Stage.TOWERS
+    def begin(self, chunks: list[Chunk], media: Media | None, offset: int, serial: int | None, kept: Match) -> None:
+        """Let chunks follow. media: of a prompt whose towers have run."""
+        self.enter(Stage.CHUNKS if media is None else Stage.TOWERS)
+        self.chunks, self.media, self.offset, self.serial, self.kept = chunks, media, offset, serial, kept
 
     def enter(self, stage: Stage) -> None:
         """Go on to a stage. Errors: ValueError for one that cannot follow."""

@@ -46,8 +46,8 @@ class Engine(Protocol):
 
     def prefill(self, answer: Any, most_tokens: int) -> tuple[int, bool]:
         """Compute the next chunk of the prompt, of at most `most_tokens` if its inputs can be split. Return the size of
-        the chunk, `budget.TOWERS` for a pass of the towers, and True when the prompt is complete. Nothing waits for the
-        device.
+        the chunk, `budget.TOWERS` for a pass of the towers, and True when the prompt is complete; 0 and False where it
+        waits for an embedding in the memory of chunks. Nothing waits for the device, unless log-probabilities are read.
         """
 
     def choose(self, answer: Any) -> None:
@@ -98,5 +98,5 @@ class Engine(Protocol):
 
     def has_room(self, answer: Any) -> bool:
         """Whether keys and values of an answer's prompt and longest answer fit in addition to those reserved for
-        others.
+        others. Of an embedding in captured chunks: whether no prompt has their memory.
         """

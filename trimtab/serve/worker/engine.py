@@ -1,7 +1,7 @@
 """Jobs become rows of a batch, and tokens become the text that clients receive.
 
-Implements `engine_protocol.Engine` on a loaded model; `adapter_cache.py` has its adapters. Embeddings and log-probabilities of
-prompts need no row: they are computed chunk by chunk (`run_chunk`).
+Implements `engine_protocol.Engine` on a loaded model; `adapter_cache.py` has its adapters. Embeddings need no row: they are
+computed chunk by chunk (`run_chunk`), as log-probabilities of prompts are where chunks are not captured.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import torch
 from trimtab.adapter_names import parts_of
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.generate import AnswerText, Detokenizer, TokenTexts
-from trimtab.engine.batch.request import Row, SampledToken, Sampler
+from trimtab.engine.batch.request import Prompt, Row, SampledToken, Sampler
 from trimtab.engine.calls.embedding import Embedding, PromptScores
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.lora.store import HeldAdapter
 from trimtab.engine.model import LoadedModel
+from trimtab.engine.prefill.selection import returns_states
 from trimtab.errors import RequestError
 from trimtab.planning.memory.activations import passing_tokens
 from trimtab.request import GenerateRequest
@@ -107,9 +108,11 @@ class LoadedEngine:
                 f"the prompt has {inputs.prompt_tokens} tokens, this server takes {self.prompt_limit}", field="prompt"
             )
         if job.kind == "embedding":
-            row = empty_row(self.model, job.adapter, job.request)
-            embedding = Embedding(self.model, inputs, adapter=job.adapter, pooling=job.pooling)
-            return Answer(job, None, row, None, time.monotonic(), embedding=embedding)
+            embedding = Embedding(self.model, inputs, adapter=job.adapter, pooling=job.pooling, batch=self.batch)
+            text = embedding.prompt
+            row = empty_row(self.model, job.adapter, job.request) if text is None else text.row
+            row.use_adapter(job.adapter)
+            return Answer(job, text, row, None, time.monotonic(), embedding=embedding)
         if job.fills_context:
             left = self.model.context_tokens - inputs.prompt_tokens
             request = replace(job.request, max_new_tokens=None).within(left, most_tokens=job.request.answer_tokens)
@@ -123,7 +126,7 @@ class LoadedEngine:
             inputs = inputs.to(self.model.device)
         prompt = self.batch.begin(
             inputs, compiled.ended(job.request), top_logprobs=job.top_logprobs, constraint=compiled.constraint, client=job.client,
-            group=job.group, may_end_in_step=True,
+            group=job.group, may_end_in_step=True, returns_states=scores is not None and returns_states(self.batch, inputs),
         )  # fmt: skip
         prompt.row.use_adapter(job.adapter)  # it may stay in host memory until its turn
         # The client has the text that an answer continues.
@@ -153,7 +156,11 @@ class LoadedEngine:
         return self.shelf.has_room_for(adapter, self._in_use())
 
     def has_room(self, answer: Answer) -> bool:
-        return answer.needs_no_row or answer.prompt is None or self.batch.pages.has_room(answer.row)
+        if answer.prompt is None or (answer.needs_no_row and answer.embedding is None):
+            return True
+        cache, begun = self.batch.cache, [one.prompt for one in self._begun if one.prompt is not None]
+        is_taken = any(map(self.batch.prompts.holds, begun)) or not (cache.has_prompt_row or self.batch.free_rows == self.rows)
+        return not (answer.needs_no_row and is_taken) and self.batch.pages.has_room(answer.row)
 
     def _in_use(self) -> list[str | None]:
         """Return the keys that rows and prompts in progress use."""
@@ -188,9 +195,8 @@ class LoadedEngine:
         return self.model.device.type == "cpu" and not self.batch.prompts.is_on and not self.batch.is_invariant
 
     def passing_tokens(self, answer: Answer) -> int:
-        work = answer.embedding or answer.scores
-        if work is not None:
-            return work.prompt_tokens
+        if answer.work is not None:
+            return answer.work.prompt_tokens
         if not self.interleaves or answer.prompt is None or answer.prompt.inputs.has_media:
             return 0
         return answer.prompt.inputs.prompt_tokens
@@ -236,6 +242,8 @@ class LoadedEngine:
         Errors: DeviceError if memory runs out. MistakeError for any other failure that leaves the device usable: it
         ends this answer only.
         """
+        if any(one.embedding and one.prompt and self.batch.prompts.holds(one.prompt) for one in self._begun):
+            return 0, False  # its row is a text's
         kind = "towers" if answer.needs_towers else "a prompt"
         with self._named("reading a prompt", answer.job), self.pulse.work(kind, answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
@@ -246,7 +254,9 @@ class LoadedEngine:
             if has_towers and not is_through and not answer.prompt.chunk_tokens:
                 self._times.end(TOWERS)
                 return TOWERS, False
-            if answer.prompt.source is None and self.batch.prompts.is_steady and not has_towers:
+            if answer.prompt.states is not None:
+                _read(answer, answer.prompt, self._token_texts)
+            elif answer.prompt.source is None and self.batch.prompts.is_steady and not has_towers:
                 self._times.end(answer.prompt.chunk_tokens)
             if is_through:
                 self.batch.place(answer.prompt)
@@ -288,6 +298,8 @@ class LoadedEngine:
         """
         with self._named("reading a prompt", answer.job), self.pulse.work("a piece", answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
+            if answer.embedding and answer.prompt:  # no other has begun (`has_room`); one that failed may have the row still
+                self.batch.prompts.evict(self.batch.cache.prompt_row, answer.prompt)
             return run_chunk(answer, most_tokens, self.batch, self._token_texts)
 
     @cached_property
@@ -379,7 +391,7 @@ class ChunkTimes:
 
 def run_chunk(answer: Answer, most_tokens: int, batch: Batch, texts: TokenTexts) -> tuple[int, bool]:
     """Compute the next chunk and wait for it. Return its tokens, and True when it was the last. Errors: those of the model."""
-    work = answer.embedding or answer.scores
+    work = answer.work
     assert work is not None
     before = work.done_tokens
     if answer.embedding is not None:
@@ -419,6 +431,16 @@ def _scored(answer: Answer, scores: PromptScores, batch: Batch, texts: TokenText
         return False
     answer.end_scores(is_again=bool(batch.prompts.sizes) or batch.is_invariant or batch.prefixes.cache is not None)
     return True
+
+
+def _read(answer: Answer, prompt: Prompt, texts: TokenTexts) -> None:
+    """Emit the log-probabilities of a prompt's last chunk."""
+    assert answer.scores is not None
+    start = answer.scores.done_tokens
+    answer.scores.read(prompt)
+    answer.pending.append(scored_event(answer.job.id, start, answer.scores.take(), texts))
+    if prompt.logits is not None:
+        answer.end_scores(is_again=False)
 
 
 def scored_event(job_id: str, start: int, scores: Sequence[Mapping[int, tuple[float, int]]], texts: TokenTexts) -> Event:
