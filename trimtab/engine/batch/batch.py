@@ -219,7 +219,6 @@ class Batch:
         return False
 
     def _prefill(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
-        self.prompts.check_turn(prompt)
         if self.is_invariant:  # the time that a step leaves cuts no prompt
             most_tokens = company.piece_tokens(self.prompts.sizes, self.model.prefill_tokens)
         if self.prompts.is_on and self.prompts.takes(prompt):

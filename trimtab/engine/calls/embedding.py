@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Embedding(TextPass):
-    """One text in progress: `step` until it returns True, then `pooled`, `unit` or `vector`.
+    """One text in progress: `step` until it returns True, then `pooled` or `unit`.
 
     inputs: without media. batch: whose captured chunks compute the text where they can, as `prompt`; not while another prompt has
     their row. Errors: RequestError for a text longer than the context.
@@ -55,23 +55,17 @@ class Embedding(TextPass):
     def step(self, most_tokens: int | None = None) -> bool:
         """Compute the next chunk, of at most `most_tokens` where transformers' passes do; True when it was the last."""
         chunk = self._model.prefill_tokens or self.prompt_tokens
-        if self.prompt is None:
-            states: Tensor = self._next(min(chunk, most_tokens or chunk)).last_hidden_state[0]
+        if (prompt := self.prompt) is None:
+            states = self._next(min(chunk, most_tokens or chunk)).last_hidden_state[0]
         else:
-            states = self._next_of(self.prompt)
+            prompt.row.use_adapter(self.adapter)
+            if prompt.step():
+                prompt.batch.prompts.release(prompt)
+                prompt.batch.pages.forget(prompt.row)
+            states, self._done = prompt.states, prompt.done_tokens
         added = states[-1].to(torch.float32, copy=True) if self._pooling == "last" else states.float().sum(0)
         self._sum = added if self._sum is None or self._pooling == "last" else self._sum + added
         return self._done == self.prompt_tokens
-
-    def _next_of(self, prompt: Prompt) -> Tensor:
-        """Return the states [n, D] of the next chunk of shapes that are fixed."""
-        prompt.row.use_adapter(self.adapter)
-        if prompt.step():
-            prompt.batch.prompts.release(prompt)
-            prompt.batch.pages.forget(prompt.row)
-        assert prompt.states is not None
-        self._done = prompt.done_tokens
-        return prompt.states
 
     @property
     def pooled(self) -> Tensor:
@@ -87,12 +81,6 @@ class Embedding(TextPass):
         if not torch.isfinite(length) or not length > 0:
             raise DeviceError("the hidden states are NaN or infinite", device=str(pooled.device))
         return pooled / length
-
-    @property
-    def vector(self) -> list[float]:
-        """`unit` as D numbers."""
-        numbers: list[float] = self.unit.tolist()
-        return numbers
 
 
 POOLINGS = ("last", "mean")
@@ -119,9 +107,8 @@ def embed(model: AskedModel, texts: Sequence[object], *, adapter: Chosen, poolin
 
 def _batch(model: AskedModel) -> Batch | None:
     """Return an idle batch with captured chunks, None without one."""
-    batch = model.kept.batch
-    if batch is None and model.plan.execution.prompt.chunks and model.anatomy.answers_unsupported is None:
-        batch = model.rows() if model.device.type == "cuda" else None
+    has_chunks = model.device.type == "cuda" and model.plan.execution.prompt.chunks and not model.anatomy.answers_unsupported
+    batch = model.kept.batch or (model.rows() if has_chunks else None)
     if batch is not None:
         batch.prompts.evict(batch.cache.prompt_row, None)  # of a call that failed
     return batch
@@ -194,15 +181,14 @@ class PromptScores(TextPass):
 
     def read(self, prompt: Prompt) -> None:
         """Score the tokens of a prompt's last chunk; with its last one the prompt gets its logits. Errors: as `step`."""
-        prompts, logits, states = prompt.batch.prompts, None, prompt.states
-        assert states is not None
+        prompts = prompt.batch.prompts
+        assert prompt.states is not None
         with nullcontext() if prompts.room is None else prompts.room.using():
-            for piece in states.split(PIECE_TOKENS):
+            for piece in prompt.states.split(PIECE_TOKENS):
                 logits = prompts.chunk_forward().logits_of(piece)
                 self._score(logits, self._done)
                 self._done += len(piece)
         if self._done == self.prompt_tokens:
-            assert logits is not None
             prompt.read_logits(logits[-1].to(torch.float32, copy=True))
         del logits
         if prompts.room is not None:

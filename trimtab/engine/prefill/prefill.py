@@ -168,10 +168,15 @@ class PrefillRunner:
 
     def takes(self, prompt: PrefillState) -> bool:
         """Whether this object computes the next piece of a prompt. Towers run when its first one is requested, or as
-        much of them as one piece is while rows are being answered."""
+        much of them as one piece is while rows are being answered. Errors: RequestError for a prompt that is always computed here,
+        and begins while another is in progress."""
         job = self.jobs.get(prompt)
         if job is None:
-            if not self.sizes or prompt.done_tokens or not self.is_row_free or not knows_padding(self):
+            if not self.sizes or prompt.done_tokens:
+                return False
+            if not self.is_row_free and (self.batch.is_invariant or prompt.returns_states):
+                raise RequestError("another prompt is on its way", field="prompt", hint="Complete it and give it its row first")
+            if not self.is_row_free or not knows_padding(self):
                 return False
             job = self.jobs[prompt] = PromptJob()
         if job.stage is not Stage.BEGUN:
@@ -211,15 +216,6 @@ class PrefillRunner:
     def is_row_free(self) -> bool:
         """Whether no prompt is in progress in the prompts' row."""
         return not self.jobs and (self.batch.cache.has_prompt_row or not self.batch.active)
-
-    def check_turn(self, prompt: PrefillState) -> None:
-        """Raise RequestError for a prompt that is always computed here, and begins while another is in progress."""
-        is_bound = prompt.returns_states or (self.is_on and self.batch.is_invariant)
-        if is_bound and not prompt.done_tokens and prompt not in self.jobs and not self.is_row_free:
-            raise RequestError(
-                "another prompt is on its way, and prompts of this kind go through one at a time", field="prompt",
-                hint="Complete it and give it its row first",
-            )  # fmt: skip
 
     def _begin(self, prompt: PrefillState, job: PromptJob) -> bool:
         """Let a job's chunks follow, behind its towers. Returns False where they are unknown. Errors: PausedError."""

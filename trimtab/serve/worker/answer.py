@@ -38,8 +38,7 @@ NO_EFFORT = ("none", "minimal")
 @dataclass(eq=False)
 class Answer:
     """One running job: first a prompt, then a row. pending: unsent events. is_begun: its adapter is on the model, under
-    the key in `row`.
-    """
+    the key in `row`."""
 
     job: Job
     prompt: Prompt | None

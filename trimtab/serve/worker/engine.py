@@ -20,7 +20,7 @@ import torch
 from trimtab.adapter_names import parts_of
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.generate import AnswerText, Detokenizer, TokenTexts
-from trimtab.engine.batch.request import Prompt, Row, SampledToken, Sampler
+from trimtab.engine.batch.request import Row, SampledToken, Sampler
 from trimtab.engine.calls.embedding import Embedding, PromptScores
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.lora.store import HeldAdapter
@@ -45,8 +45,7 @@ MOST_TIMED = 64  # chunks whose times are not known yet, or not taken
 class LoadedEngine:
     """The scheduler's engine on a loaded model. rows: requests decoded together. prompt_limit: the most tokens of a
     prompt (None: the context). audio_s: as for `PromptInputs`. held, lost: as for `AdapterCache`. pulse: announces long work.
-    is_unprepared: whether the adapter of this name is still being prepared between steps.
-    """
+    is_unprepared: whether the adapter of this name is still being prepared between steps."""
 
     def __init__(
         self, model: LoadedModel, *, rows: int, kept: Iterable[str] = (), resident_limit: int | None = None,
@@ -109,10 +108,8 @@ class LoadedEngine:
             )
         if job.kind == "embedding":
             embedding = Embedding(self.model, inputs, adapter=job.adapter, pooling=job.pooling, batch=self.batch)
-            text = embedding.prompt
-            row = empty_row(self.model, job.adapter, job.request) if text is None else text.row
-            row.use_adapter(job.adapter)
-            return Answer(job, text, row, None, time.monotonic(), embedding=embedding)
+            prompt, row = embedding.prompt, empty_row(self.model, job.adapter, job.request)
+            return Answer(job, prompt, prompt.row if prompt else row, None, time.monotonic(), embedding=embedding)
         if job.fills_context:
             left = self.model.context_tokens - inputs.prompt_tokens
             request = replace(job.request, max_new_tokens=None).within(left, most_tokens=job.request.answer_tokens)
@@ -158,9 +155,12 @@ class LoadedEngine:
     def has_room(self, answer: Answer) -> bool:
         if answer.prompt is None or (answer.needs_no_row and answer.embedding is None):
             return True
-        cache, begun = self.batch.cache, [one.prompt for one in self._begun if one.prompt is not None]
-        is_taken = any(map(self.batch.prompts.holds, begun)) or not (cache.has_prompt_row or self.batch.free_rows == self.rows)
-        return not (answer.needs_no_row and is_taken) and self.batch.pages.has_room(answer.row)
+        is_row_free = self.batch.cache.has_prompt_row or self.batch.free_rows == self.rows
+        waits = answer.needs_no_row and (not is_row_free or any(map(self._is_in_row, self._begun)))
+        return not waits and self.batch.pages.has_room(answer.row)
+
+    def _is_in_row(self, answer: Answer) -> bool:
+        return answer.prompt is not None and self.batch.prompts.holds(answer.prompt)
 
     def _in_use(self) -> list[str | None]:
         """Return the keys that rows and prompts in progress use."""
@@ -190,8 +190,7 @@ class LoadedEngine:
     @property
     def interleaves(self) -> bool:
         """Whether each prompt has separate keys and values, in host memory. Captured chunks write into one row of the
-        batch, and batch-invariant prompts are computed one at a time.
-        """
+        batch, and batch-invariant prompts are computed one at a time."""
         return self.model.device.type == "cpu" and not self.batch.prompts.is_on and not self.batch.is_invariant
 
     def passing_tokens(self, answer: Answer) -> int:
@@ -242,8 +241,8 @@ class LoadedEngine:
         Errors: DeviceError if memory runs out. MistakeError for any other failure that leaves the device usable: it
         ends this answer only.
         """
-        if any(one.embedding and one.prompt and self.batch.prompts.holds(one.prompt) for one in self._begun):
-            return 0, False  # its row is a text's
+        if any(one.embedding and self._is_in_row(one) for one in self._begun):
+            return 0, False
         kind = "towers" if answer.needs_towers else "a prompt"
         with self._named("reading a prompt", answer.job), self.pulse.work(kind, answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
@@ -254,8 +253,12 @@ class LoadedEngine:
             if has_towers and not is_through and not answer.prompt.chunk_tokens:
                 self._times.end(TOWERS)
                 return TOWERS, False
-            if answer.prompt.states is not None:
-                _read(answer, answer.prompt, self._token_texts)
+            if answer.scores is not None:
+                start = answer.scores.done_tokens
+                answer.scores.read(answer.prompt)
+                answer.pending.append(scored_event(answer.job.id, start, answer.scores.take(), self._token_texts))
+                if is_through:
+                    answer.end_scores(is_again=False)
             elif answer.prompt.source is None and self.batch.prompts.is_steady and not has_towers:
                 self._times.end(answer.prompt.chunk_tokens)
             if is_through:
@@ -278,8 +281,7 @@ class LoadedEngine:
 
     def arrive(self, answer: Answer) -> None:
         """Give an answer with a computed prompt its row and its first token, which the next step samples if it computes
-        the prompt's last token. Errors: as `prefill`.
-        """
+        the prompt's last token. Errors: as `prefill`."""
         assert answer.prompt is not None
         sampled = None
         with self._named("reading a prompt"):
@@ -294,8 +296,7 @@ class LoadedEngine:
 
     def piece(self, answer: Answer, most_tokens: int) -> tuple[int, bool]:
         """Compute the next piece of an embedding, or of a prompt's log-probabilities, and wait for it, because others
-        wait for it too. Errors: as `prefill`.
-        """
+        wait for it too. Errors: as `prefill`."""
         with self._named("reading a prompt", answer.job), self.pulse.work("a piece", answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
             if answer.embedding and answer.prompt:  # no other has begun (`has_room`); one that failed may have the row still
@@ -394,59 +395,26 @@ def run_chunk(answer: Answer, most_tokens: int, batch: Batch, texts: TokenTexts)
     work = answer.work
     assert work is not None
     before = work.done_tokens
-    if answer.embedding is not None:
-        is_over = _embedded(answer, answer.embedding, _most_embedded(batch, most_tokens))
+    if isinstance(work, Embedding):
+        # Kernels that a GPU is given one by one take as long for few tokens as for many. Batch-invariant ones ignore the load.
+        is_whole = batch.model.device.type == "cuda" or batch.is_invariant
+        is_over = work.step(None if is_whole else most_tokens)
+        if is_over:
+            usage = {"prompt_tokens": work.prompt_tokens, "completion_tokens": 0}
+            answer.end_embedding(Event(answer.job.id, "done", finish="stop", usage=usage, result={"embedding": work.unit.tolist()}))
     else:
-        assert answer.scores is not None
-        is_over = _scored(answer, answer.scores, batch, texts)
+        is_over = work.step()
+        answer.pending.append(scored_event(answer.job.id, before, work.take(), texts))
+        if is_over:
+            answer.end_scores(is_again=bool(batch.prompts.sizes) or batch.is_invariant or batch.prefixes.cache is not None)
     if batch.model.device.type == "cuda":
         torch.cuda.current_stream(batch.model.device).synchronize()
     return work.done_tokens - before, is_over
 
 
-def _most_embedded(batch: Batch, most_tokens: int) -> int:
-    """Return the most tokens of a piece of an embedding. On a GPU its kernels are launched separately, which takes as
-    long for few tokens as for many. Batch-invariant answers do not depend on the load, and neither do their embeddings.
-    """
-    most = int(batch.model.prefill_tokens)
-    return most if batch.model.device.type == "cuda" or batch.is_invariant else min(most_tokens, most)
-
-
-def _embedded(answer: Answer, embedding: Embedding, most_tokens: int) -> bool:
-    if not embedding.step(most_tokens):
-        return False
-    usage = {"prompt_tokens": embedding.prompt_tokens, "completion_tokens": 0}
-    result = {"embedding": embedding.vector}
-    answer.end_embedding(Event(answer.job.id, "done", finish="stop", usage=usage, result=result))
-    return True
-
-
-def _scored(answer: Answer, scores: PromptScores, batch: Batch, texts: TokenTexts) -> bool:
-    """Compute a piece and emit it. The answer's prompt follows, unless transformers' passes compute it too: then it is
-    complete.
-    """
-    start, is_over = scores.done_tokens, scores.step()
-    answer.pending.append(scored_event(answer.job.id, start, scores.take(), texts))
-    if not is_over:
-        return False
-    answer.end_scores(is_again=bool(batch.prompts.sizes) or batch.is_invariant or batch.prefixes.cache is not None)
-    return True
-
-
-def _read(answer: Answer, prompt: Prompt, texts: TokenTexts) -> None:
-    """Emit the log-probabilities of a prompt's last chunk."""
-    assert answer.scores is not None
-    start = answer.scores.done_tokens
-    answer.scores.read(prompt)
-    answer.pending.append(scored_event(answer.job.id, start, answer.scores.take(), texts))
-    if prompt.logits is not None:
-        answer.end_scores(is_again=False)
-
-
 def scored_event(job_id: str, start: int, scores: Sequence[Mapping[int, tuple[float, int]]], texts: TokenTexts) -> Event:
     """Return a piece of a prompt's log-probabilities in vLLM's form: values of a JSON list, inserted unchanged into the
-    response. start: the first token of the piece; the first token of a prompt has no probability, which is null.
-    """
+    response. start: the first token of the piece; the first token of a prompt has no probability, which is null."""
     shown: list[Any] = [None] if start == 0 else []
     for entry in scores:
         shown.append(
