@@ -10,7 +10,6 @@ import trimtab
 from tests import stock
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.calls.embedding import PIECE_TOKENS, PromptScores
-from trimtab.engine.passes.chunk_forward import ChunkForward
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Job
@@ -304,49 +303,31 @@ def chunked(model):
     return engine
 
 
-def test_embeddings_in_chunks_wait_for_prompts_and_prompts_for_them_and_none_changes(chunked, monkeypatch):
-    """Each in the same chunks, whatever else is there; none goes another way."""
+def test_texts_in_chunks_wait_for_each_other_and_none_changes(chunked, monkeypatch):
+    """Each is computed in the same chunks whatever else is there, none another way, and a scored one once."""
     monkeypatch.setattr("trimtab.engine.prefill.stock_pass._computed", lambda *args, **kwargs: pytest.fail("another way"))
     monkeypatch.setattr(chunked.batch, "ends", frozenset())
     ids = [100 + number for number in range(200)]
     asked = [
         job("chat", ids[::-1], tokens=9), job("text", ids, kind="embedding", pooling="mean", adapter="style"),
         job("long", ids[:150], tokens=9, adapter="style"), job("short", ids[:9], kind="embedding"),
+        job("scored", ids[:100], tokens=9, adapter="style", prompt_logprobs=2),
     ]  # fmt: skip
-    alone = [run(chunked, one)[one.id] for one in asked]
-    for turns in range(6):
+    result_of = lambda events: (events[-1].result, drawn(events), [event.data for event in events])  # noqa: E731
+    alone = {one.id: result_of(run(chunked, one)[one.id]) for one in asked}
+    for turns in range(7):
         told = []
         scheduler = Scheduler(chunked, told.append)
-        for one in (asked * 2)[turns % 4 :][:4]:
+        for one in (asked * 2)[turns % 5 :][:5]:
             scheduler.submit(one)
             for _ in range(turns):
                 scheduler.turn()
         while scheduler.turn():
             pass
-        for one, wanted in zip(asked, alone, strict=True):
-            events = [event for event in told if event.job_id == one.id]
-            assert events[-1].result == wanted[-1].result and drawn(events) == drawn(wanted)
-    assert not chunked.batch.prompts.jobs
-
-
-@pytest.mark.parametrize("adapter", [None, "style"])
-def test_a_scored_prompt_in_chunks_is_computed_once(chunked, engine, adapter, monkeypatch):
-    ids = [100 + number for number in range(100)]
-    wanted = run(engine, job("a", ids, tokens=9, adapter=adapter, prompt_logprobs=2))["a"]  # transformers' modules, once too
-    monkeypatch.setattr("trimtab.engine.prefill.stock_pass._computed", lambda *args, **kwargs: pytest.fail("another way"))
-    passes, own = [], ChunkForward.run
-    monkeypatch.setattr(ChunkForward, "run", lambda self, form: (passes.append(form), own(self, form))[1])
-    found = run(chunked, job("a", ids, tokens=9, adapter=adapter, prompt_logprobs=2))["a"]
-    assert [form.size for form in passes] == [64, 64] and all(form.returns_states for form in passes)
-    assert drawn(found) == drawn(wanted) and "scored_tokens" not in found[-1].usage
-    starts = [event.result["start"] for event in found if event.kind == "scores"]
-    assert starts == [0, 64] and not chunked.batch.prompts.jobs
-    told = [json.loads(b"[" + b",".join(event.data for event in one if event.data) + b"]") for one in (found, wanted)]
-    assert len(told[0]) == len(told[1]) == 100 and told[0][0] is None
-    for ours, theirs in zip(*(one[1:] for one in told), strict=True):
-        assert ours.keys() == theirs.keys()
-        # float32 sums in another order and in pieces.
-        assert all(ours[token]["logprob"] == pytest.approx(theirs[token]["logprob"], abs=2e-4) for token in ours)
+        found = {one.id: [event for event in told if event.job_id == one.id] for one in asked}
+        assert {name: result_of(events) for name, events in found.items()} == alone and not chunked.batch.prompts.jobs
+        assert [event.result["start"] for event in found["scored"] if event.kind == "scores"] == [0, 64]
+        assert "scored_tokens" not in found["scored"][-1].usage
 
 
 def test_a_prompt_that_is_through_holds_no_keys_and_values_beside_its_row(engine):
