@@ -278,9 +278,6 @@ def test_attention_of_another_kind_is_named(tmp_path):
         assert named(batch) == ["its attention is flex_attention, not sdpa or eager"]
 
 
-# States of all tokens --------------------------------------------------------------------------------------------------
-
-
 def read(batch, count, adapter=None):
     """Return an embedding, a prompt's own log-probabilities, and `scores` of the answer without another pass: all in chunks."""
     inputs, is_through = batch.model.prepare(ids(count)), False

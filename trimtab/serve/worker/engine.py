@@ -108,8 +108,8 @@ class LoadedEngine:
             )
         if job.kind == "embedding":
             embedding = Embedding(self.model, inputs, adapter=job.adapter, pooling=job.pooling, batch=self.batch)
-            prompt, row = embedding.prompt, empty_row(self.model, job.adapter, job.request)
-            return Answer(job, prompt, prompt.row if prompt else row, None, time.monotonic(), embedding=embedding)
+            row = embedding.prompt.row if embedding.prompt else empty_row(self.model, job.adapter, job.request)
+            return Answer(job, embedding.prompt, row, None, time.monotonic(), embedding=embedding)
         if job.fills_context:
             left = self.model.context_tokens - inputs.prompt_tokens
             request = replace(job.request, max_new_tokens=None).within(left, most_tokens=job.request.answer_tokens)
@@ -155,9 +155,9 @@ class LoadedEngine:
     def has_room(self, answer: Answer) -> bool:
         if answer.prompt is None or (answer.needs_no_row and answer.embedding is None):
             return True
-        is_row_free = self.batch.cache.has_prompt_row or self.batch.free_rows == self.rows
-        waits = answer.needs_no_row and (not is_row_free or any(map(self._is_in_row, self._begun)))
-        return not waits and self.batch.pages.has_room(answer.row)
+        has_row = self.batch.cache.has_prompt_row or self.batch.free_rows == self.rows
+        is_taken = not has_row or any(map(self._is_in_row, self._begun))
+        return not (answer.needs_no_row and is_taken) and self.batch.pages.has_room(answer.row)
 
     def _is_in_row(self, answer: Answer) -> bool:
         return answer.prompt is not None and self.batch.prompts.holds(answer.prompt)
@@ -238,8 +238,7 @@ class LoadedEngine:
     def prefill(self, answer: Answer, most_tokens: int) -> tuple[int, bool]:
         """Compute the next chunk of the prompt. A complete prompt gets its row.
 
-        Errors: DeviceError if memory runs out. MistakeError for any other failure that leaves the device usable: it
-        ends this answer only.
+        Errors: DeviceError if memory runs out. MistakeError for any other failure that leaves the device usable: it ends this one.
         """
         if any(one.embedding and self._is_in_row(one) for one in self._begun):
             return 0, False
