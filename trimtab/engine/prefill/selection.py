@@ -46,7 +46,7 @@ def knows_padding(prompts: Passes) -> bool:
 
 
 def returns_states(batch: Rows, inputs: Inputs) -> bool:
-    """Whether the states of all tokens of a text are computed in chunks of fixed shapes, the same whatever else is computed."""
+    """Whether the states of all tokens of a text are computed in chunks of fixed shapes, independent of other requests."""
     fits = inputs.prompt_tokens < batch.cache.context_tokens  # the padding of a chunk is written behind it
     has_body = batch.model.hf_model.base_model is not batch.model.hf_model
     is_possible = bool(batch.prompts.sizes) and fits and has_body and not batch.is_invariant and not inputs.has_media
