@@ -35,7 +35,8 @@ NO_FILES = {
     "trimtab/gguf/folders.py:read_table": "this package's own file, with its checksum",
     "trimtab/machine/environment_child.py:how_installed": "in interpreters without this package; an installed package's metadata",
     "trimtab/process/child.py:main": "runs in interpreters without this package; the parent process wrote it",
-    "trimtab/process/json_file.py:parse": "the reader", "trimtab/planning/values/cards.py:_data": "this package's own file",
+    "trimtab/process/json_file.py:parse": "the reader",
+    "trimtab/planning/values/cards.py:_data": "this package's own file",
     "trimtab/process/runner.py:read": "what a process of this package sent",
     "trimtab/verification/routes/prompts.py:demo_prompts": "this package's own file",
     "trimtab/verification/server/choosing.py:_demo_prompts": "this package's own file",
@@ -46,7 +47,7 @@ NO_FILES = {
     "trimtab/serve/worker/ipc.py:receive": "what a process of this package sent",
     "trimtab/serve/api/messages_shape.py:_arguments": "a message of the API, within the server's limits",
     "trimtab/serve/api/messages_shape.py:as_anthropics": "a message of the API, within the server's limits",
-}  # fmt: skip
+}
 
 
 def parsers(file: Path) -> set[str]:

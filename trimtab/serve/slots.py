@@ -38,7 +38,8 @@ log = logging.getLogger("trimtab.serve")
 @dataclass(eq=False)
 class Member:
     """One model. in_flight: requests that have entered. waiting: those that wait to enter. wanted_since: the time since
-    which any waits. turn_began: when its worker was started. ready_since: when it was first seen to answer."""
+    which any waits. turn_began: when its worker was started. ready_since: when it was first seen to answer.
+    """
 
     served: ServedModel
     supervisor: Supervisor
@@ -186,7 +187,8 @@ class Member:
 class Slots:
     """The workers of some models, which are added to `members`. together: the most at once. turn_s: how long a model may keep its
     slot while another one waits. queue_limit: the requests of a model that may wait beyond its rows. All methods but `stop` and
-    `changed` belong to one event loop."""
+    `changed` belong to one event loop.
+    """
 
     def __init__(self, *, together: int, turn_s: float, queue_limit: int) -> None:
         self.members: dict[str, Member] = {}
@@ -198,7 +200,8 @@ class Slots:
 
     def begin(self) -> None:
         """Start the workers of the first models, as many as may run at once. Needs no event loop; a second call does
-        nothing."""
+        nothing.
+        """
         if self._has_begun:
             return
         self._has_begun = True
@@ -304,7 +307,8 @@ class Slots:
 
     async def enter(self, member: Member) -> None:
         """Wait for a model's slot and count one more request. Errors: StoppingError; QueueFullError; the error of its
-        load."""
+        load.
+        """
         count, rows = member.in_flight + member.waiting, member.served.expected_rows
         if count >= rows + self._queue_limit:
             raise QueueFullError(count - rows, member.retry_after_s)
@@ -353,7 +357,8 @@ COUNTED = ("gpu_bytes", "host_bytes", "disk_bytes")
 
 def shown_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the values of a plan's chart, None without a plan: bytes by modality and tier, budgets, and the request.
-    Folders and rates of this machine are not included."""
+    Folders and rates of this machine are not included.
+    """
     if not plan:
         return None
     placed: dict[tuple[str, str], dict[str, Any]] = {}

@@ -42,7 +42,8 @@ from trimtab.serve.contract.job import Event, Job, Token
 
 class Channel:
     """One end of the pipe. `send` may be called from several threads; `receive` from one. Errors: EOFError, OSError
-    when the other end is closed."""
+    when the other end is closed.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
@@ -81,7 +82,8 @@ LOOK_S = 0.2
 class Inbox:
     """The messages of a channel, received on a separate thread: images of a request take longer through a pipe than a
     decode step. `poll`, `receive` and `rest` are called from one thread, and no other code receives from the channel
-    after `start`."""
+    after `start`.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._came = channel, threading.Condition()
@@ -259,7 +261,8 @@ class Patience:
 
 class Silence:
     """The silence of one worker. patience: its limits. work: the worker's activity since its start, None if it is
-    stopped."""
+    stopped.
+    """
 
     def __init__(self, patience: Patience, work: Callable[[], Activity | None]) -> None:
         self.patience, self._work = patience, work
