@@ -95,8 +95,7 @@ def embed(model: AskedModel, texts: Sequence[object], *, adapter: Chosen, poolin
     for text in texts:
         inputs = _plain(model, text)
         with model.answering(adapter):
-            batch = _batch(model)
-            embedding = Embedding(model, inputs, adapter=model.adapter_name(adapter), pooling=pooling, batch=batch)
+            embedding = Embedding(model, inputs, adapter=model.adapter_name(adapter), pooling=pooling, batch=_batch(model))
             while not embedding.step():
                 pass
             vectors.append((embedding.unit if normalize else embedding.pooled).cpu())

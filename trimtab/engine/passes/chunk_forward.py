@@ -6,13 +6,12 @@
         pieces = [Piece(token_ids[: chunk.end], chunk.start, row)]
         form = forward.form_of(pieces, chunk.size, is_last=chunk.is_last)
         forward.load(form, pieces)               # the only copy from the host
-        logits = forward.run(form)               # [1, V] float32 of the last chunk; states [size, D] where the form has them
+        logits = forward.run(form)               # [1, V] float32 of the last chunk
 
 A pass has one row, or several with a whole prompt each, which share the products. A chunk is padded to one of a few sizes; its
 first position, number of tokens and row are tensors. `Form` has what is part of the program. Layers that read the keys and
-values of earlier ones (Gemma 3n, Gemma 4) see the last token of the last chunk alone, unless all states are returned. Not covered:
-attention other than torch's `sdpa` and eager, states that are not keys and values by position; of several rows media, and prompts
-of more than one chunk.
+values of earlier ones (Gemma 3n, Gemma 4) see the last token of the last chunk alone. Not covered: attention other than torch's
+`sdpa` and eager, states that are not keys and values by position; of several rows media, and prompts of more than one chunk.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Jobs become rows of a batch, and tokens become the text that clients receive.
 
-Implements `engine_protocol.Engine` on a loaded model; `adapter_cache.py` has its adapters. Embeddings need no row: they are
-computed chunk by chunk (`run_chunk`), as log-probabilities of prompts are where chunks are not captured.
+Implements `engine_protocol.Engine` on a loaded model; `adapter_cache.py` has its adapters. Embeddings and log-probabilities of
+prompts need no row: they are computed chunk by chunk (`run_chunk`).
 """
 
 from __future__ import annotations
