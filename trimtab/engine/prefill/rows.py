@@ -42,10 +42,8 @@ class Stage(Enum):
 
 
 # What may follow.
-_FOLLOWING = {
-    Stage.BEGUN: (Stage.TOWERS, Stage.CHUNKS), Stage.TOWERS: (Stage.CHUNKS,), Stage.CHUNKS: (Stage.CHUNKS, Stage.COMPLETE),
-    Stage.COMPLETE: (),
-}  # fmt: skip
+_FOLLOWING: dict[Stage, tuple[Stage, ...]] = {Stage.BEGUN: (Stage.TOWERS, Stage.CHUNKS), Stage.TOWERS: (Stage.CHUNKS,)}
+_FOLLOWING |= {Stage.CHUNKS: (Stage.CHUNKS, Stage.COMPLETE), Stage.COMPLETE: ()}
 
 
 @dataclass(eq=False)
@@ -231,6 +229,8 @@ class Passes(Protocol):
     def left_bytes(self) -> int: ...
 
     def prepare(self, token: int, adapter: str | None, sizes: Sequence[int] | None = None) -> None: ...
+
+    def release(self, prompt: PrefillState) -> None: ...
 
     def serial_of(self, name: str | None) -> int | None: ...
 
