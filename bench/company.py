@@ -6,6 +6,12 @@ A random checkpoint of a size (as bench.load has it), 8 adapters, prompts of 64 
 among others that come and go. A row: `invariant`; `same_bits`: of how many answers tokens and log-probabilities are equal in bits;
 `same_tokens`; `largest`: the largest difference of a log-probability where tokens are the same; `alone_ms`, `full_ms`: a step of
 one row and of all; `prompt_ms`: 512 tokens to the first token.
+
+    python -m bench.company --work FOLDER --size e4b --texts --save bench/results/texts.json
+
+What is read of a text of 512 tokens with an adapter, by transformers' modules and in captured chunks. A row: `what` ("embedding",
+"prompt_logprobs": to the answer's first token), `way` ("modules", "chunks"), `ms`; of chunks `largest`: the largest difference of a
+value of the embedding or a log-probability from the modules'.
 """
 
 from __future__ import annotations
@@ -104,6 +110,54 @@ def prompt_ms(batch: Any, name: str | None) -> float:
     return round(1000 * statistics.median(times[2:]), 2)
 
 
+def text_ms(batch: Any, name: str | None, what: str, way: str) -> tuple[float, list[float]]:
+    """Return the median milliseconds of a text, and the values of the last one."""
+    from trimtab.engine.calls.embedding import Embedding, PromptScores
+    from trimtab.request import GenerateRequest
+
+    times, values = [], list[float]()
+    for number in range(9):
+        tokens, is_through = ids(512, 90 + number), False
+        start, inputs = time.perf_counter(), batch.model.prepare(tokens)
+        if what == "embedding":
+            one = Embedding(batch.model, inputs, adapter=name, batch=batch if way == "chunks" else None)
+            while not one.step():
+                pass
+            values = one.unit.tolist()
+        else:
+            scores = PromptScores(batch.model, inputs, adapter=name, top=1)
+            request = GenerateRequest(max_new_tokens=1)
+            prompt = batch.begin(inputs, request, adapter=name, client=None, returns_states=way == "chunks")
+            while way == "modules" and not scores.step():
+                pass
+            while not is_through:
+                is_through = prompt.step()
+                if way == "chunks":
+                    scores.read(prompt)
+            batch.leave(batch.join(prompt).row)
+            values = [one[token][0] for one, token in zip(scores.take(), tokens[1:], strict=True)]
+        times.append(time.perf_counter() - start)
+    return round(1000 * statistics.median(times[3:]), 2), values
+
+
+def texts(folder: Path, adapters: dict[str, Path], *, rows: int, device: str, quant: str) -> list[dict[str, Any]]:
+    """Return the rows of `--texts`."""
+    import trimtab
+    from trimtab.engine.batch.batch import Batch
+
+    found = []
+    plan = trimtab.plan(folder, quant=quant, adapters=adapters, context=1024, batch=rows, device=device, images=0, audio_s=0.0)
+    with trimtab.load(plan) as model:
+        batch = Batch(model, rows)
+        batch.prepare()
+        for what in ("embedding", "prompt_logprobs"):
+            (ms, wanted), (chunks_ms, values) = (text_ms(batch, list(adapters)[-1], what, way) for way in ("modules", "chunks"))
+            largest = float(f"{max(abs(one - other) for one, other in zip(wanted, values, strict=True)):.3g}")
+            found.append({"what": what, "way": "modules", "tokens": 512, "ms": ms})
+            found.append({"what": what, "way": "chunks", "tokens": 512, "ms": chunks_ms, "largest": largest})
+    return found
+
+
 def measured(folder: Path, adapters: dict[str, Path], *, rows: int, invariant: bool, device: str, quant: str) -> dict[str, Any]:
     """Return the row of one execution."""
     import trimtab
@@ -133,12 +187,21 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--size", default="e4b")
     parser.add_argument("--rows", type=int, nargs="*", default=(8,))
+    parser.add_argument("--texts", action="store_true")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     from bench.load import environment, sized
 
-    made = sized(given.size, given.work, 8, device="cuda")
+    made = sized(given.size, given.work, 8, device=given.device)
     found: list[dict[str, Any]] = []
+    if given.texts:
+        found = texts(made.folder, made.adapters, rows=given.rows[0], device=given.device, quant="nf4-dq")
+        print(*map(json.dumps, found), sep="\n", flush=True)
+        if given.save:
+            values = {"environment": environment(given.device), "size": given.size, "rows": found}
+            given.save.write_text(json.dumps(values, indent=1) + "\n")
+        return
     for rows in given.rows:
         for invariant in (False, True):
             found.append(measured(made.folder, made.adapters, rows=rows, invariant=invariant, device="cuda", quant="nf4-dq"))

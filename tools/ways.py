@@ -106,8 +106,8 @@ TABLE = (
         r"\b(hf_model|base_model|_?module|decoder)\((\*\*|inputs?_)|\bmodel\.generate\(|def forward\(self, number",
         {
             "engine/batch/generate.py:stock_generate": _STOCK,
-            "engine/prefill/stock_pass.py:_computed": "transformers' modules: in chunks, whole, for scores, states and embeddings",
-            "engine/passes/chunk_forward.py:ChunkForward": "chunks of static shapes; a pack has more rows",
+            "engine/prefill/stock_pass.py:_computed": "transformers' modules: whole, or in chunks where none are captured",
+            "engine/passes/chunk_forward.py:ChunkForward": "chunks of static shapes, also for embeddings; a pack has more rows",
             "engine/families/chunk.py:ChunkLayers": "its layers, from the kernels of a step",
             "engine/families/last_layers.py:LastLayers": "its layers that see the last token alone",
         },

@@ -9,10 +9,11 @@ if not torch.cuda.is_available():
 import trimtab
 from tests.engine.families.test_last_layers import *
 from tests.engine.families.test_last_layers import BFLOAT16_TOLERANCE
-from tests.engine.prefill.test_prefill import DEVICE, answered, differ, eager, ids
+from tests.engine.prefill.test_prefill import DEVICE, answered, differ, eager, ids, read
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batched_lora.table import AdapterSlots
+from trimtab.engine.calls.embedding import Embedding
 
 NAMES = ("specialist", "style", None, "rslora-dora")
 
@@ -35,4 +36,10 @@ def test_graphs_have_the_bits_of_the_same_pass_and_the_scores_of_the_modules(bud
                 assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[1][0], found[2][0])
                 wanted = answered(expected, model.prepare(ids(tokens)), adapter=name)
                 assert differ(found[2], wanted) < BFLOAT16_TOLERANCE
+                vectors = [read(batch, tokens, name)[0] for _ in range(2)]
+                assert torch.equal(*vectors)
+                whole = Embedding(model, model.prepare(ids(tokens)), adapter=name, pooling="mean")
+                while not whole.step():
+                    pass
+                assert differ(vectors[1], whole.pooled.cpu()) < BFLOAT16_TOLERANCE
         assert not [one for one in batch.steps.fallbacks if one.what in ("captured prompts", "fused step")]

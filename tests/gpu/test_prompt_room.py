@@ -101,13 +101,8 @@ def test_prompts_beside_copied_layers_are_captured_and_the_same(family, tmp_path
     folder = pico.build(family, tmp_path / "base")
     adapter = pico.adapter(folder, tmp_path / "a", targets="all")
     options = {
-        "quant": "none",
-        "dtype": "float32",
-        "context": 96,
-        "device": DEVICE,
-        "gpu_memory": "8GiB",
-        "adapters": {"a": adapter},
-    }
+        "quant": "none", "dtype": "float32", "context": 96, "device": DEVICE, "gpu_memory": "8GiB", "adapters": {"a": adapter},
+    }  # fmt: skip
     with trimtab.load(trimtab.plan(folder, **options), decode="auto") as model:
         whole = eager(model)
         expected = {

@@ -351,18 +351,18 @@ CHUNKS = [Chunk(0, 16, 16, is_last=False), Chunk(16, 5, 16, is_last=True)]
 
 
 def job(chunks, media=None):
-    return PromptJob(list(chunks), media, 0, None, Match())
+    one = PromptJob()
+    with pytest.raises(ValueError, match="complete cannot follow begun"):
+        one.enter(Stage.COMPLETE)
+    one.begin(list(chunks), media, 0, None, Match())
+    return one
 
 
-def test_a_prompt_is_complete_with_its_last_chunk():
+def test_a_prompt_is_complete_with_its_last_chunk_or_the_one_before_a_step():
     one = job(CHUNKS)
-    assert [one.end_chunk(ends_in_step=False) for _ in CHUNKS] == [False, True]
-    assert one.stage is Stage.COMPLETE
+    assert [one.end_chunk(ends_in_step=False) for _ in CHUNKS] == [False, True] and one.stage is Stage.COMPLETE
     with pytest.raises(ValueError, match="chunks cannot follow complete"):
         one.enter(Stage.CHUNKS)
-
-
-def test_a_step_computes_what_is_left():
     one = job(CHUNKS[:1])
     assert one.end_chunk(ends_in_step=True) and one.stage is Stage.COMPLETE
 

@@ -27,6 +27,7 @@ from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
+from trimtab.engine.calls.embedding import Embedding, PromptScores
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.loader import transformers_model as hf
@@ -37,6 +38,7 @@ from trimtab.engine.passes.chunk_forward import Chunk, chunks_of
 from trimtab.engine.passes.media_embeddings import Media
 from trimtab.engine.prefill import prefill as prefill_graphs
 from trimtab.engine.prefill.prefill import PrefillRunner
+from trimtab.engine.prefill.stock_pass import whole_pass
 from trimtab.errors import RequestError
 from trimtab.planning.memory.activations import use_of
 from trimtab.planning.memory.prompts import choose_chunks, prompt_graph_bytes
@@ -90,7 +92,10 @@ def through(batch, inputs, request=REQUEST, **options):
 def scores(batch, inputs, **options):
     """Return the scores of a prompt's last token and of the step after it, which reads every key and value; and how many tokens
     were reused."""
-    prompt = through(batch, inputs, **options)
+    return joined(batch, through(batch, inputs, **options))
+
+
+def joined(batch, prompt):
     first = prompt.logits.clone()
     row = batch.join(prompt).row
     # The token that is fed back is the test's own: a tie would be another prompt.
@@ -271,6 +276,55 @@ def test_attention_of_another_kind_is_named(tmp_path):
         batch.prompts = PrefillRunner(batch, "static")
         assert not batch.prompts.is_on
         assert named(batch) == ["its attention is flex_attention, not sdpa or eager"]
+
+
+def read(batch, count, adapter=None):
+    """Return an embedding, a prompt's own log-probabilities, and `scores` of the answer without another pass: all in chunks."""
+    inputs, is_through = batch.model.prepare(ids(count)), False
+    embedding = Embedding(batch.model, inputs, adapter=adapter, pooling="mean", batch=batch)
+    while not embedding.step():
+        pass
+    prompt = batch.begin(inputs, REQUEST, adapter=adapter, returns_states=True)
+    own = PromptScores(batch.model, inputs, adapter=adapter, top=0)
+    while not is_through:
+        is_through = prompt.step()
+        own.read(prompt)
+    values = [scored[token][0] for scored, token in zip(own.scores, inputs.token_ids[1:], strict=True)]
+    return embedding.pooled.cpu(), torch.tensor(values), joined(batch, prompt)[0]
+
+
+def is_whole(model, found, count, adapter=None):
+    """Whether `read` found what transformers' own pass of the whole text has."""
+    model.adapter_store.set(adapter)
+    whole = whole_pass(model, model.prepare(ids(count)), output_hidden_states=True)
+    own = torch.log_softmax(whole.logits[0, :-1].cpu(), dim=-1).gather(1, torch.tensor(ids(count)[1:])[:, None])[:, 0]
+    expected = whole.hidden_states[-1][0].mean(0).cpu(), own, answered(eager(model), model.prepare(ids(count)), adapter=adapter)
+    return all(differ(one, other) < TOLERANCE for one, other in zip(found, expected, strict=True) if other.numel())
+
+
+@pytest.mark.parametrize("family", ["gemma4", "llama", "qwen3", "qwen3_5"])
+def test_states_in_chunks_are_those_of_one_pass_of_the_whole_text(family):
+    with lent(family) as model:
+        batch = in_chunks(model, (8, 16), rows=3)
+        assert all(is_whole(model, read(batch, count), count) for count in (1, 16, 43))
+
+
+def test_states_are_captured_the_second_time_and_computed_once_for_scores_and_their_answer(demo, request, monkeypatch):
+    if not ON_GPU:
+        request.getfixturevalue("replayed")
+    batch, forms, found = captured(demo, (16, 64)), [], []
+    own, graphs = batch.prompts.computed, batch.prompts._graphs
+    noted = lambda key, *args, **options: (forms.append((key[0], len(graphs))), own(key, *args, **options))[1]  # noqa: E731
+    monkeypatch.setattr(batch.prompts, "computed", noted)
+    for known in ((0, 0, 0, 0, 1, 2), (3,) * 6):
+        found.append(read(batch, 140, "style"))
+        assert is_whole(demo, found[-1], 140, "style") and not named(batch)
+        assert [(form.size, count) for form, count in forms] == list(zip((64, 64, 16) * 2, known, strict=True))
+        assert all(form.returns_states for form, _ in forms)
+        forms.clear()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))  # the first embedding was not captured
+    buffers = batch.prompts.chunk_forward()._buffers[1, 64]  # states are where a plan counts embeddings
+    assert buffers.embeddings.shape == (1, 64, demo.hf_model.config.get_text_config().hidden_size) and not buffers.deep
 
 
 # Rows and prompts ----------------------------------------------------------------------------------------------------

@@ -184,18 +184,9 @@ def test_openais_defaults_hold():
 
 def test_sampling_reaches_the_request():
     found = requested(
-        temperature=0.5,
-        top_p=0.9,
-        top_k=40,
-        min_p=0.1,
-        repetition_penalty=1.1,
-        seed=4,
-        stop="x",
-        max_completion_tokens=7,
-        presence_penalty=0.5,
-        frequency_penalty=-1,
-        logit_bias={"5": -100, "7": 1.5},
-    )
+        temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.1, seed=4, stop="x", max_completion_tokens=7,
+        presence_penalty=0.5, frequency_penalty=-1, logit_bias={"5": -100, "7": 1.5},
+    )  # fmt: skip
     assert found == GenerateRequest(
         max_new_tokens=7, temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.1, seed=4, stop=("x",),
         presence_penalty=0.5, frequency_penalty=-1, logit_bias={5: -100, 7: 1.5},

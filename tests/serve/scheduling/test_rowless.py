@@ -73,6 +73,19 @@ def test_a_prompt_passes_between_two_pieces_whoever_sent_it(kind, sender, rows):
     assert pieces_in(engine.log) <= 1
 
 
+def test_one_that_waits_for_the_memory_of_a_prompt_begins_before_the_next_prompt():
+    scheduler, engine, told, _ = served(rows=4)
+    engine.has_room = lambda answer: not (answer.needs_no_row and scheduler._prompts.begun)
+    for name in ("first", "second", "third"):
+        scheduler.submit(job(name, pieces=40))
+    scheduler.turn()
+    scheduler.submit(job("text", vector=1))
+    while "third" not in ends(told):
+        scheduler.turn()
+    order = list(dict.fromkeys(name for kind, name in engine.log if kind in ("prefill", "piece")))
+    assert order == ["first", "text", "second", "third"]
+
+
 def test_one_goes_through_at_a_time_and_clients_take_turns():
     scheduler, engine, told, _ = served()
     for name in ("a1", "a2", "a3"):

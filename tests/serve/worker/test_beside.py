@@ -10,6 +10,7 @@ import trimtab
 from tests import stock
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.calls.embedding import PIECE_TOKENS, PromptScores
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Job
 from trimtab.serve.scheduling.scheduler import Scheduler
@@ -79,12 +80,8 @@ def test_an_embedding_goes_through_in_chunks_that_running_answers_have_time_for(
     while not is_through:
         size, is_through = engine.piece(answer, 7)
         sizes.append(size)
-    events, chunks = list(engine.news(answer)), len(sizes)
-    assert (
-        set(sizes[:-1]) == {7}
-        and sum(sizes) == events[-1].usage["prompt_tokens"]
-        and chunks == -(-events[-1].usage["prompt_tokens"] // 7) > 1
-    )
+    events = list(engine.news(answer))
+    assert set(sizes[:-1]) == {7} and sum(sizes) == events[-1].usage["prompt_tokens"] and len(sizes) == -(-sum(sizes) // 7) > 1
     assert result(events)["embedding"] == pytest.approx(whole, abs=2e-5)  # float32 sums in another order
 
 
@@ -95,8 +92,7 @@ def test_an_embedding_between_answers_changes_neither(engine):
         engine, job("a", ask, tokens=12), job("b", {"text": TEXT}, kind="embedding"), job("c", ask, tokens=12, adapter="style"),
         job("d", {"text": TEXT}, kind="embedding"),
     )  # fmt: skip
-    text = lambda events: "".join(event.text for event in events)  # noqa: E731
-    assert text(found["a"]) == text(alone) != ""
+    assert drawn(found["a"]) == drawn(alone) != ""
     assert result(found["b"]) == result(found["d"])
 
 
@@ -293,6 +289,40 @@ def test_words_keep_their_spaces_behind_a_prompt_and_as_single_tokens(engine, mo
     scored = json.loads(b"[" + b",".join(event.data for event in events if event.data) + b"]")
     parts = [found[str(token)]["decoded_token"] for token, found in zip(ids[1:], scored[1:], strict=True)]
     assert "".join(parts) == decoder.decode(tokenizer.convert_ids_to_tokens(ids[1:]))
+
+
+@pytest.fixture
+def chunked(model):
+    engine = LoadedEngine(model, rows=2)
+    engine.batch.prompts = PrefillRunner(engine.batch, "static", (16, 64))
+    return engine
+
+
+def test_texts_in_chunks_wait_for_each_other_and_none_changes(chunked, monkeypatch):
+    """Each is computed in the same chunks whatever else is there, none another way, and a scored one once."""
+    monkeypatch.setattr("trimtab.engine.prefill.stock_pass._computed", lambda *args, **kwargs: pytest.fail("another way"))
+    monkeypatch.setattr(chunked.batch, "ends", frozenset())
+    ids = [100 + number for number in range(200)]
+    asked = [
+        job("chat", ids[::-1], tokens=9), job("text", ids, kind="embedding", pooling="mean", adapter="style"),
+        job("long", ids[:150], tokens=9, adapter="style"), job("short", ids[:9], kind="embedding"),
+        job("scored", ids[:100], tokens=9, adapter="style", prompt_logprobs=2),
+    ]  # fmt: skip
+    result_of = lambda events: (events[-1].result, drawn(events), [event.data for event in events])  # noqa: E731
+    alone = {one.id: result_of(run(chunked, one)[one.id]) for one in asked}
+    for turns in range(7):
+        told = []
+        scheduler = Scheduler(chunked, told.append)
+        for one in (asked * 2)[turns % 5 :][:5]:
+            scheduler.submit(one)
+            for _ in range(turns):
+                scheduler.turn()
+        while scheduler.turn():
+            pass
+        found = {one.id: [event for event in told if event.job_id == one.id] for one in asked}
+        assert {name: result_of(events) for name, events in found.items()} == alone and not chunked.batch.prompts.jobs
+        assert [event.result["start"] for event in found["scored"] if event.kind == "scores"] == [0, 64]
+        assert "scored_tokens" not in found["scored"][-1].usage
 
 
 def test_a_prompt_that_is_through_holds_no_keys_and_values_beside_its_row(engine):

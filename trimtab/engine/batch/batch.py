@@ -161,14 +161,15 @@ class Batch:
     def begin(
         self, inputs: Inputs, request: GenerateRequest, *, adapter: str | None = None, top_logprobs: int | None = None,
         constraint: Constraint | None = None, client: str | None = "", group: str = "", may_end_in_step: bool = False,
+        returns_states: bool = False,
     ) -> Prompt:  # fmt: skip
         """Return a prompt to be computed. Nothing is computed yet, and no row is taken.
 
         inputs: of `LoadedModel.prepare`; those of a text may be on the host. top_logprobs: how many of the most likely tokens to
-        report with each token (0: only the token itself; None: none). constraint: (token ids so far, logits [V]) -> logits,
-        applied before sampling. client: the owner of cached prefixes, where the model has a prefix cache; None uses no cache.
-        group: requests of one prompt, media and adapter share the first one's computation. may_end_in_step: of `PrefillState`.
-        Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded; those of `check_rows`.
+        report with each token (0: only the token itself; None: none). constraint: as for `Row`. client: the owner of cached
+        prefixes, where the model has a prefix cache; None uses no cache. group: requests of one prompt, media and adapter share the
+        first one's computation. may_end_in_step, returns_states: as for `PrefillState`. Errors: RequestError if prompt and answer
+        exceed the context, or for an adapter that is not loaded; those of `check_rows`.
         """
         self.check_rows()
         request = fitted(self.model, inputs, request)
@@ -177,17 +178,18 @@ class Batch:
                 "no adapter of this name is loaded", field="adapter", value=adapter, allowed=self.model.adapters,
                 near=near_names(str(adapter), self.model.adapters),
             )  # fmt: skip
-        sampler = Sampler(request, self.model.device, self.steps.suppressed, self.steps.suppressed_first)
         row = Row(
-            adapter, request, list(inputs.token_ids), inputs.prompt_tokens, client=client, group=group, sampler=sampler,
-            constraint=constraint,
+            adapter, request, list(inputs.token_ids), inputs.prompt_tokens, client=client, group=group, constraint=constraint,
+            sampler=Sampler(request, self.model.device, self.steps.suppressed, self.steps.suppressed_first),
         )  # fmt: skip
-        return Prompt(inputs, row, batch=self, top_logprobs=top_logprobs, may_end_in_step=may_end_in_step)
+        return Prompt(
+            inputs, row, batch=self, top_logprobs=top_logprobs, may_end_in_step=may_end_in_step, returns_states=returns_states
+        )
 
     def fork(self, prompt: Prompt) -> bool:
         """Use the prompt of a row of the same group, if its states are complete. Returns whether there is one."""
         row = prompt.row
-        if not row.group:
+        if not row.group or prompt.returns_states:
             return False
         for one in (*self.placed, *self.active):
             # A ring keeps the window before the next token: after one step more it lacks the oldest position.
@@ -203,7 +205,6 @@ class Batch:
     def prefill(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
         """Compute the next chunk of a prompt, captured or by transformers' modules; True when it was the last."""
         if self.is_invariant:  # the time that a step leaves cuts no prompt
-            self.prompts.check_turn(prompt)
             most_tokens = company.piece_tokens(self.prompts.sizes, self.model.prefill_tokens)
         takes = self.prompts.is_on and self.prompts.takes(prompt)
         return self.prompts.step(prompt, most_tokens) if takes else hf_own_pass.step(self, prompt, most_tokens)
@@ -473,10 +474,8 @@ class Batch:
         )  # fmt: skip
 
     def logits(self) -> Tensor:
-        """Return [rows, V] float32 of one decode step of all rows, their last tokens written into the cache.
-
-        Errors: RequestError where a queued step has advanced the states of recurrent layers.
-        """
+        """Return [rows, V] float32 of one decode step of all rows, their last tokens written into the cache. Errors: RequestError
+        where a queued step has advanced the states of recurrent layers."""
         self._end_lost()
         if self._ahead is not None:
             if self.cache.has_recurrent and self._counts(self._ahead):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trimtab.engine.kernels.embed_and_logits import with_argmax, without
 from trimtab.engine.kv.sequence import PrefillState, TokenSequence
-from trimtab.engine.prefill.rows import Rows
+from trimtab.engine.prefill.rows import Rows, Stage
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 
@@ -360,7 +360,7 @@ class Prompt(PrefillState):
         return (
             self.inputs.has_media
             and not self.done_tokens
-            and self not in prompts.jobs
+            and ((job := prompts.jobs.get(self)) is None or job.stage is Stage.BEGUN)
             and not prompts.tower_passes.has_embeddings(self)
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,23 +13,28 @@ from trimtab.engine.batch.request import check_logits
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.prompt import check_fits
 from trimtab.engine.kv.sequence import Inputs
+from trimtab.engine.prefill.selection import returns_states
 from trimtab.engine.prefill.stock_pass import TextPass, whole_pass
 from trimtab.errors import DeviceError, RequestError
-from trimtab.request import check_choice
+from trimtab.request import GenerateRequest, check_choice
 
 if TYPE_CHECKING:
+    from trimtab.engine.batch.batch import Batch
     from trimtab.engine.batch.request import Prompt
     from trimtab.engine.calls.asked_model import AskedModel, Chosen
 
 
 class Embedding(TextPass):
-    """One text in progress: `step` until it returns True, then `pooled`, `unit` or `vector`.
+    """One text in progress: `step` until it returns True, then `pooled` or `unit`.
 
-    inputs: without media. Errors: RequestError for a text longer than the context. The states are those behind the final norm,
-    which the output head reads.
+    inputs: without media. batch: whose captured chunks compute the text where they can, as `prompt`; not while another prompt has
+    their row. The states are those behind the final norm, which the output head reads. Errors: RequestError for a text longer than
+    the context.
     """
 
-    def __init__(self, model: AskedModel, inputs: Inputs, *, adapter: str | None = None, pooling: str = "last") -> None:
+    def __init__(
+        self, model: AskedModel, inputs: Inputs, *, adapter: str | None = None, pooling: str = "last", batch: Batch | None = None
+    ) -> None:
         check_fits(model, inputs, 0)
         hf_model = model.hf_model
         # Llama 4 names its model otherwise; a class without a head is its own.
@@ -36,13 +42,22 @@ class Embedding(TextPass):
         super().__init__(model, hf_model.get_submodule("model") if is_own else hf_model.base_model, inputs, adapter)
         self._pooling = pooling
         self._sum: Tensor | None = None  # [D] float32
+        self.prompt: Prompt | None = None
+        if batch is not None and returns_states(batch, inputs):
+            self.prompt = batch.begin(inputs, GenerateRequest(max_new_tokens=1), client=None, returns_states=True)
 
     def step(self, most_tokens: int | None = None) -> bool:
-        """Compute the next chunk, of at most `most_tokens`; True when it was the last. Errors: DeviceError for
-        states that are no numbers."""
+        """Compute the next chunk, of at most `most_tokens` where transformers' passes do; True when it was the last."""
         chunk = self._model.prefill_tokens or self.prompt_tokens
-        states = self._next(min(chunk, most_tokens or chunk)).last_hidden_state
-        added = states[0, -1].float() if self._pooling == "last" else states[0].float().sum(0)
+        if (prompt := self.prompt) is None:
+            states = self._next(min(chunk, most_tokens or chunk)).last_hidden_state[0]
+        else:
+            prompt.row.use_adapter(self.adapter)
+            if prompt.step():
+                prompt.batch.prompts.release(prompt)
+                prompt.batch.pages.forget(prompt.row)
+            states, self._done = prompt.states, prompt.done_tokens
+        added = states[-1].to(torch.float32, copy=True) if self._pooling == "last" else states.float().sum(0)
         self._sum = added if self._sum is None or self._pooling == "last" else self._sum + added
         return self._done == self.prompt_tokens
 
@@ -61,12 +76,6 @@ class Embedding(TextPass):
             raise DeviceError("the hidden states are NaN or infinite", device=str(pooled.device))
         return pooled / length
 
-    @property
-    def vector(self) -> list[float]:
-        """`unit` as D numbers."""
-        numbers: list[float] = self.unit.tolist()
-        return numbers
-
 
 POOLINGS = ("last", "mean")
 
@@ -80,13 +89,22 @@ def embed(model: AskedModel, texts: Sequence[object], *, adapter: Chosen, poolin
     for text in texts:
         inputs = _plain(model, text)
         with model.answering(adapter):
-            embedding = Embedding(model, inputs, adapter=model.adapter_name(adapter), pooling=pooling)
+            embedding = Embedding(model, inputs, adapter=model.adapter_name(adapter), pooling=pooling, batch=_batch(model))
             while not embedding.step():
                 pass
             vectors.append((embedding.unit if normalize else embedding.pooled).cpu())
     if not vectors:
         raise RequestError("holds no text", field="texts")
     return torch.stack(vectors)
+
+
+def _batch(model: AskedModel) -> Batch | None:
+    """Return an idle batch with captured chunks, None without one."""
+    has_chunks = model.device.type == "cuda" and model.plan.execution.prompt.chunks and not model.anatomy.answers_unsupported
+    batch = model.kept.batch or (model.rows() if has_chunks else None)
+    if batch is not None:
+        batch.prompts.evict(batch.cache.prompt_row, None)  # of a call that failed
+    return batch
 
 
 def _plain(model: AskedModel, text: object) -> Inputs:
@@ -120,7 +138,8 @@ PIECE_TOKENS = 16
 
 
 class PromptScores(TextPass):
-    """The log-probabilities of one prompt: call `step` until it returns True; read `scores`, or `take` the scores of each step.
+    """The log-probabilities of one prompt: call `step` until it returns True, or `read` behind each chunk of a prompt that returns
+    states; read `scores`, or `take` the scores of each step.
 
     top: the number of most likely tokens for each position. scores: for each token of the prompt but the first, {token id:
     (logprob, rank)} of the token and of the most likely ones. A rank of 1 is the most likely. Errors: RequestError for a prompt
@@ -149,13 +168,31 @@ class PromptScores(TextPass):
         """Compute the next piece; True when it was the last. Errors: DeviceError for logits that are no numbers."""
         start = self._done
         logits = self._next(PIECE_TOKENS).logits[0]
-        end = self._done
-        check_logits(logits, adapter=self.adapter)
-        following = self._inputs.token_ids[start + 1 : end + 1]
-        self._add(torch.log_softmax(logits[: len(following)].float(), dim=-1), following)
-        if end == self.prompt_tokens:
+        self._score(logits, start)
+        if self._done == self.prompt_tokens:
             self._logits = logits[-1].float()
-        return end == self.prompt_tokens
+        return self._done == self.prompt_tokens
+
+    def read(self, prompt: Prompt) -> None:
+        """Score the tokens of a prompt's last chunk; with its last one the prompt gets its logits. Errors: as `step`."""
+        prompts = prompt.batch.prompts
+        assert prompt.states is not None
+        with nullcontext() if prompts.room is None else prompts.room.using():
+            for piece in prompt.states.split(PIECE_TOKENS):
+                logits = prompts.chunk_forward().logits_of(piece)
+                self._score(logits, self._done)
+                self._done += len(piece)
+        if self._done == self.prompt_tokens:
+            prompt.read_logits(logits[-1].to(torch.float32, copy=True))
+        del logits
+        if prompts.room is not None:
+            prompts.room.check()
+
+    def _score(self, logits: Tensor, start: int) -> None:
+        """Add the scores of the tokens behind `start`. logits: [n, V]."""
+        check_logits(logits, adapter=self.adapter)
+        following = self._inputs.token_ids[start + 1 : start + 1 + len(logits)]
+        self._add(torch.log_softmax(logits[: len(following)].float(), dim=-1), following)
 
     def _add(self, logprobs: Tensor, following: tuple[int, ...]) -> None:
         # The numbers of all rows are read at once: each read waits for the device.

@@ -152,7 +152,8 @@ class PrefillState:
     inputs: of `LoadedModel.prepare`. row: its request. done_tokens: tokens computed so far; chunk_tokens: length of the next chunk.
     logits: of its last token [V], once complete. cache, offset: where its keys and values are; no cache where captured chunks write
     them into the batch's own, and before transformers' pass. ends_in_step: the rows' next step computes its last token
-    (last_token.py); may_end_in_step: whether the caller of the batch's steps joins such prompts.
+    (last_token.py); may_end_in_step: whether the caller of the batch's steps joins such prompts. returns_states: whether each chunk
+    has `states` [n, D] of its tokens, until the next pass (chunk_forward.py); the reader gives the logits.
     """
 
     inputs: Inputs
@@ -164,6 +165,8 @@ class PrefillState:
     chunk_tokens: int = 0
     ends_in_step: bool = False
     may_end_in_step: bool = False
+    returns_states: bool = False
+    states: Tensor | None = None
 
     @property
     def is_open(self) -> bool:
@@ -183,11 +186,14 @@ class PrefillState:
         if cache is not None:
             self.cache = cache
 
-    def end_chunk(self, done_tokens: int, *, logits: Tensor | None = None, offset: int | None = None) -> None:
+    def end_chunk(
+        self, done_tokens: int, *, logits: Tensor | None = None, offset: int | None = None, states: Tensor | None = None
+    ) -> None:
         """Record a computed chunk. logits [V]: of the last token, once all are computed. offset: of later positions."""
         assert self.done_tokens < done_tokens <= self.inputs.prompt_tokens
-        assert (logits is not None) == (done_tokens == self.inputs.prompt_tokens)
-        self.done_tokens = done_tokens
+        assert (states is not None) == self.returns_states
+        assert self.returns_states or (logits is not None) == (done_tokens == self.inputs.prompt_tokens)
+        self.done_tokens, self.states = done_tokens, states
         if logits is not None:
             self.logits = logits
         if offset is not None:
@@ -206,6 +212,10 @@ class PrefillState:
     def release_cache(self) -> None:
         """Drop the keys and values that the row of the prompt now has."""
         self.cache = None
+
+    def read_logits(self, logits: Tensor) -> None:
+        """Take the logits [V] that the last token's state gives."""
+        self.logits, self.states = logits, None
 
     def release_logits(self) -> None:
         """Drop the logits: the first token is sampled."""

@@ -68,7 +68,7 @@ class Form:
     places: the positions of a full layer's cache that attention reads, 0 in a first chunk. has_embeddings: the tokens'
     embeddings are given (images and audio are among them), and `deep` later layers' parts. has_own_mask: the mask between the
     chunk's tokens is given, not causal. rows: prompts side by side, each of up to `size` tokens; by_table: their adapters are
-    looked up.
+    looked up. returns_states: of all tokens, behind the final norm, in place of the last one's logits.
     """
 
     size: int
@@ -79,6 +79,7 @@ class Form:
     has_own_mask: bool = False
     rows: int = 1
     by_table: bool = False
+    returns_states: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -288,11 +289,9 @@ class Buffers:
 
     def write_media(self, part: slice, media: Media) -> None:
         """Copy the embeddings of this part of a prompt; behind them are zeros."""
-        if self.embeddings is None:
-            self.embeddings = media.embeddings.new_zeros(1, self.size, media.embeddings.shape[-1])
-        self._fill(self.embeddings, media.embeddings[:, part])
+        self._fill(embeddings := self.held_embeddings(media.embeddings), media.embeddings[:, part])
         while len(self.deep) < len(media.deep):
-            self.deep.append(torch.zeros_like(self.embeddings))
+            self.deep.append(torch.zeros_like(embeddings))
         for target, source in zip(self.deep, media.deep, strict=False):
             self._fill(target, source[:, part])
         count = part.stop - part.start
@@ -300,6 +299,12 @@ class Buffers:
             own = self.own_masks.setdefault(kind, torch.zeros_like(self.causal))
             own.copy_(self.causal)
             own[:count, :count] = mask[part, part]
+
+    def held_embeddings(self, like: Tensor) -> Tensor:
+        """Return the memory of embeddings [1, size, D], which a text has none of: its states go there."""
+        if self.embeddings is None:
+            self.embeddings = like.new_zeros(1, self.size, like.shape[-1])
+        return self.embeddings
 
     def _fill(self, target: Tensor, source: Tensor) -> None:
         target[:, : source.shape[1]].copy_(source)
@@ -343,6 +348,7 @@ class ChunkForward:
         self.first_shared = self._first_shared()
         self.row = 0
         self.form = Form(0, 0, is_last=False)
+        self._output_class: Callable[..., object] = dict  # of the model's body; known from its first pass
         self._ring_sources: dict[int, Tensor] = {}
         self._paged_places: Tensor | None = None
         self.use(None, None)
@@ -383,7 +389,7 @@ class ChunkForward:
 
     def form_of(
         self, pieces: Sequence[Piece], size: int, *, is_last: bool = True, rows: int = 1, by_table: bool = False,
-        media: Media | None = None,
+        media: Media | None = None, returns_states: bool = False,
     ) -> Form:  # fmt: skip
         """Return the form of a pass of these pieces, each of up to `size` tokens, in `rows` rows."""
         places = 0
@@ -392,7 +398,7 @@ class ChunkForward:
             while places < max(len(piece.token_ids) for piece in pieces):
                 places *= 2
             places = min(places, self.cache.context_tokens)
-        form = Form(size, places, is_last, rows=rows, by_table=by_table)
+        form = Form(size, places, is_last and not returns_states, rows=rows, by_table=by_table, returns_states=returns_states)
         if media is None:
             return form
         return replace(form, has_embeddings=True, deep=len(media.deep), has_own_mask=bool(media.masks))
@@ -410,7 +416,7 @@ class ChunkForward:
 
     def run(self, form: Form) -> Tensor:
         """Return the logits [rows, V] of each row's last token; of a chunk that is not the last its hidden state [1, D], read only
-        to compare a graph with its pass; float32. Keys and values are written."""
+        to compare a graph with its pass; float32. Or the states [size, D] that the form returns. Keys and values are written."""
         self.form = form
         try:
             return self._run(form)
@@ -432,11 +438,20 @@ class ChunkForward:
         }  # fmt: skip
         with torch.no_grad(), covered(forwards):
             if not form.is_last:
-                hidden: Tensor = self.hf_model.base_model(**inputs).last_hidden_state
-                return hidden[:, -1].float()
+                output = self.hf_model.base_model(**inputs)
+                self._output_class, hidden = type(output), output.last_hidden_state
+                return hidden[0] if form.returns_states else hidden[:, -1].float()
             # A number would have transformers drop all tokens but the last, which may be padding.
             logits: Tensor = self.hf_model(**inputs, logits_to_keep=torch.zeros_like(buffers.last[:1])).logits
         return logits[:, -1].float()
+
+    def logits_of(self, states: Tensor) -> Tensor:
+        """Return the logits [n, V] of states [n, D] that a pass has returned, as the model's own class computes them."""
+        made = self._output_class(last_hidden_state=states[None])
+        ids = torch.zeros(1, len(states), dtype=torch.long, device=self.device)
+        with torch.no_grad(), covered({self.hf_model.base_model: lambda *args, **kwargs: made}):
+            logits: Tensor = self.hf_model(input_ids=ids, use_cache=False, return_dict=True).logits
+        return logits[0]
 
     # Masks ---------------------------------------------------------------------------------------------------------
 
@@ -512,14 +527,15 @@ class ChunkForward:
 
     def _decoder(self) -> Callable[..., object]:
         """Return the replacement of the decoder's forward, which may be given embeddings and returns the states of each row's last
-        token only."""
+        token only, unless the form returns all."""
         inner, given = self.decoder.forward, self.buffers.embeddings if self.form.has_embeddings else None
 
         def forward(*args: object, **kwargs: object) -> object:
             if given is not None and (args or "inputs_embeds" not in kwargs):
                 raise RuntimeError(f"{type(self.hf_model).__name__} does not give its decoder embeddings by name")
             output = inner(*args, **kwargs if given is None else kwargs | {"inputs_embeds": given})
-            output.last_hidden_state = self._last_of(output.last_hidden_state)
+            if not self.form.returns_states:
+                output.last_hidden_state = self._last_of(output.last_hidden_state)
             return output
 
         return forward
@@ -544,11 +560,11 @@ class ChunkForward:
             named = {name: self._last_of(value) for name, value in kwargs.items()}
             return inner(*map(self._last_of, args), **named | {"attention_mask": self._mask_of_last(mask)})
 
-        if number >= self.first_shared:
+        if number >= self.first_shared and not form.returns_states:
             return skipped if not form.is_last else last if self.lasts is None else self.lasts(number, self.buffers)
         if number < form.deep:
             return deep
-        return own if self.firsts is None else self.firsts(number, mask)
+        return own if self.firsts is None or number >= self.first_shared else self.firsts(number, mask)
 
     def _mask_of_last(self, mask: Tensor | None) -> Tensor:
         if mask is None:

@@ -27,7 +27,7 @@ def ends_in_step(
     audio clip has no embedding. Batch-invariant answers have the bits of their chunks.
     """
     row = prompt.row
-    if not prompt.may_end_in_step or not batch.active or not are_possible(batch.prompts) or row.group:
+    if not prompt.may_end_in_step or prompt.returns_states or not batch.active or not are_possible(batch.prompts) or row.group:
         return False
     return row.prompt_tokens > 1 and may_end_at(row.prompt_tokens - 1) and row.token_ids[-1] not in batch.prompts.placeholders
 

@@ -185,13 +185,15 @@ class PackedPrefill:
 
     def has_place(self, prompt: PrefillState) -> bool:
         """Whether a waiting prompt is short enough for such a pass, for any other prompts and adapters."""
-        if self.why_not() is not None or prompt.inputs.has_media or prompt.done_tokens:
+        if self.why_not() is not None or prompt.inputs.has_media or prompt.done_tokens or prompt.returns_states:
             return False
         left_tokens = prompt.inputs.prompt_tokens - self.prompts.batch.prefixes.peek(prompt)
         return left_tokens <= max(self.prompts.sizes)
 
     def _can(self, prompt: PrefillState) -> bool:
-        if prompt.inputs.has_media or prompt.done_tokens or prompt.logits is not None or prompt in self.prompts.jobs:
+        if prompt.inputs.has_media or prompt.returns_states:
+            return False
+        if prompt.done_tokens or prompt.logits is not None or prompt in self.prompts.jobs:
             return False
         batch, group = self.prompts.batch, prompt.row.group
         if group and any(row.group == group for row in (*batch.placed, *batch.active)):

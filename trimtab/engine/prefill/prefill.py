@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -64,8 +63,7 @@ class PrefillRunner:
         self.counted_bytes, self.graph_bytes = counted_bytes, 0
         self.sizes: tuple[int, ...] = ()
         self.is_steady = True  # whether the last chunk took as long as the next one of its form will
-        self.jobs: WeakKeyDictionary[PrefillState, PromptJob] = WeakKeyDictionary()
-        self._owner: weakref.ref[PrefillState] | None = None
+        self.jobs: WeakKeyDictionary[PrefillState, PromptJob] = WeakKeyDictionary()  # of the prompt that has the row, if any
         self._forward: hf_prefill.ChunkForward | None = None
         self.firsts: ChunkLayers | None = None
         self.lasts: LastLayers | None = None
@@ -160,25 +158,31 @@ class PrefillRunner:
 
     def takes(self, prompt: PrefillState) -> bool:
         """Whether this object computes the next piece of a prompt. Towers run when its first one is requested, or as
-        much of them as one piece is while rows are being answered."""
-        if prompt in self.jobs:
-            return True
-        if not self.sizes or prompt.done_tokens or not self.is_row_free:
-            return False
-        if not knows_padding(self):
-            return False
-        try:
-            job = self._begin(prompt)
-            is_paused = False
-        except PausedError:
-            is_paused = True
-        if is_paused:
-            if self.room is not None:
-                self.room.check()  # not before the exception is gone, which keeps the tensors of the pass
-            return True
+        much of them as one piece is while rows are being answered. Errors: RequestError for a prompt that is always computed here,
+        and begins while another is in progress."""
+        job = self.jobs.get(prompt)
         if job is None:
-            return False
-        self.jobs[prompt], self._owner = job, weakref.ref(prompt)
+            if not self.sizes or prompt.done_tokens:
+                return False
+            if not self.is_row_free and (self.batch.is_invariant or prompt.returns_states):
+                raise RequestError("another prompt is on its way", field="prompt", hint="Complete it and give it its row first")
+            if not self.is_row_free or not knows_padding(self):
+                return False
+            job = self.jobs[prompt] = PromptJob()
+        if job.stage is not Stage.BEGUN:
+            return True
+        is_known = False
+        try:
+            is_known = self._begin(prompt, job)
+        except PausedError:
+            is_known = True
+        finally:
+            if not is_known:
+                self.release(prompt)
+        if job.stage is Stage.BEGUN:
+            if is_known and self.room is not None:
+                self.room.check()  # not before the exception is gone, which keeps the tensors of the pass
+            return is_known
         self.batch.pages.bind(prompt.row, self.batch.cache.prompt_row)
         self.chunk_forward()  # the cache's layers are known from then on
         self.batch.cache.clear(self.batch.cache.prompt_row)  # a masked NaN still spreads
@@ -201,25 +205,15 @@ class PrefillRunner:
     @property
     def is_row_free(self) -> bool:
         """Whether no prompt is in progress in the prompts' row."""
-        owner = None if self._owner is None else self._owner()
-        return owner is None and (self.batch.cache.has_prompt_row or not self.batch.active)
+        return not self.jobs and (self.batch.cache.has_prompt_row or not self.batch.active)
 
-    def check_turn(self, prompt: PrefillState) -> None:
-        """Raise RequestError for a prompt that begins while another is in progress: it would be computed another way."""
-        if self.is_on and not prompt.done_tokens and prompt not in self.jobs and not self.is_row_free:
-            raise RequestError(
-                "another prompt is on its way, and batch-invariant prompts go through one at a time", field="prompt",
-                hint="Complete it and give it its row first",
-            )  # fmt: skip
-
-    def _begin(self, prompt: PrefillState) -> PromptJob | None:
+    def _begin(self, prompt: PrefillState, job: PromptJob) -> bool:
+        """Let a job's chunks follow, behind its towers. Returns False where they are unknown. Errors: PausedError."""
         inputs, media, offset = prompt.inputs, None, 0
         if inputs.has_media:
-            if not self.tower_passes.takes_media:
-                return None
-            media = self.tower_passes.media_of(prompt)
+            media = self.tower_passes.media_of(prompt) if self.tower_passes.takes_media else None
             if media is None:
-                return None
+                return False
             offset = sequence.read_offset(self.model.hf_model)
         may_end_at = (lambda _: True) if media is None else media.may_end_at
         kept = self.batch.prefixes.find(prompt, may_end_at=may_end_at)
@@ -227,7 +221,9 @@ class PrefillRunner:
         if kept.tokens < inputs.prompt_tokens:
             prompt.begin(ends_in_step=open_prompts.ends_in_step(prompt, self.batch, may_end_at))
             chunks = open_prompts.chunks_of(prompt, self.sizes, kept.tokens, self.batch.prefixes, may_end_at)
-        return None if chunks is None else PromptJob(chunks, media, offset, self.serial_of(prompt.row.adapter), kept)
+        if chunks is not None:
+            job.begin(chunks, media, offset, self.serial_of(prompt.row.adapter), kept)
+        return chunks is not None
 
     def serial_of(self, name: str | None) -> int | None:
         """Return the serial of an attached adapter, None for the base."""
@@ -240,10 +236,10 @@ class PrefillRunner:
         Errors: RequestError if the prompt's adapter was unloaded since the prompt began, even if another adapter has its name
         now.
         """
-        if prompt in self.tower_passes.paused:  # in the middle of its towers
+        job, forward = self.jobs[prompt], self._forward
+        if job.stage is Stage.BEGUN:  # in the middle of its towers
             prompt.begin_chunk(0)
             return False
-        job, forward = self.jobs[prompt], self._forward
         assert forward is not None
         if job.serial != self.serial_of(prompt.row.adapter):
             raise unloaded_error(prompt, self.model.adapters)
@@ -256,33 +252,32 @@ class PrefillRunner:
             prompt.take_states(job.kept.tokens, logits=prompt.row.reuse.logits, offset=job.offset)
             return True
         chunk = job.chunks[job.done]
-        if most_tokens is not None and chunk.size > most_tokens and job.media is None:
+        if most_tokens is not None and chunk.size > most_tokens and job.media is None and not prompt.returns_states:
             sizes = [size for size in self.sizes if size <= most_tokens] or [min(self.sizes)]
             job.cut(open_prompts.chunks_of(prompt, sizes, chunk.start, self.batch.prefixes) or [chunk])
             chunk = job.chunks[job.done]
         prompt.begin_chunk(chunk.size)
         piece = Piece(prompt.row.token_ids[: chunk.end], chunk.start, self.batch.cache.prompt_row)
-        form = forward.form_of([piece], chunk.size, is_last=chunk.is_last, media=job.media)
+        form = forward.form_of([piece], chunk.size, is_last=chunk.is_last, media=job.media, returns_states=prompt.returns_states)
         forward.load(form, [piece], job.media)
-        logits = self._run(form, piece, prompt.row.adapter)
+        result = self._run(form, piece, prompt.row.adapter)
         is_through = job.end_chunk(ends_in_step=prompt.ends_in_step)
-        kept = logits[0].clone() if chunk.is_last else None
-        prompt.end_chunk(chunk.end, logits=kept, offset=job.offset if is_through else None)
+        kept = result[0].clone() if form.is_last else None
+        states = result[: chunk.count] if form.returns_states else None
+        prompt.end_chunk(chunk.end, logits=kept, offset=job.offset if is_through else None, states=states)
         return is_through
 
     def holds(self, prompt: PrefillState) -> bool:
         """Whether a prompt's states are in the cache's prompt row."""
-        return self._owner is not None and self._owner() is prompt
+        return prompt in self.jobs
 
     def release(self, prompt: PrefillState) -> None:
         """Let another prompt have the row: this one has been given its own."""
-        if self.holds(prompt):
-            self._owner = None
         self.jobs.pop(prompt, None)
 
     def evict(self, row: int, but: PrefillState | None) -> None:
         """Make room where the prompts' row is about to be filled: a prompt that waits there starts again in transformers' pass."""
-        owner = None if self._owner is None else self._owner()
+        owner = next(iter(self.jobs), None)
         if owner is None or owner is but or row != self.batch.cache.prompt_row:
             return
         self.release(owner)
@@ -423,19 +418,24 @@ class PrefillRunner:
         """Return the result of a form's graph, captured where it may be; None where the pass has to run uncaptured."""
         form, captures = key[0], self._graphs.captures
         assert isinstance(form, Form)
+
+        def outputs(results: Sequence[Tensor]) -> list[Tensor]:
+            if form.returns_states:  # where its buffers would have embeddings
+                return [self.chunk_forward().buffers.held_embeddings(results[0])[0]]
+            return self._outputs.setdefault((form.is_last, form.rows), [torch.empty_like(one) for one in results])
+
         body = Body(
-            lambda: [self._passed(form)], lambda: [self._static(form).clone()],
-            lambda results: self._outputs.setdefault((form.is_last, form.rows), [torch.empty_like(one) for one in results]), serial,
+            lambda: [self._passed(form)], lambda: [self._static(form).clone()], outputs, serial,
         )  # fmt: skip
         policy = Policy(
             self.model, "a prompt", failed=self._end_captures, forget=self.drop_graphs if self.room is None else self.room.release,
             may_capture=partial(self._may_capture, at_once=at_once), has_room=self._has_room, most=self._most_graphs,
             capturing=self._capturing, streamer=self.model.streamer, frees=True,
         )  # fmt: skip
-        outputs = self._graphs.run(key, body, Inputs(stage, partial(self.batch.cache.rings, rows)), policy)
+        made = self._graphs.run(key, body, Inputs(stage, partial(self.batch.cache.rings, rows)), policy)
         if self.room is not None and self._graphs.captures > captures:
             self.room.check()  # drops this graph too where something is left: the result of its replay is correct
-        return None if outputs is None else outputs[0]
+        return None if made is None else made[0]
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:

@@ -269,8 +269,8 @@ class Prefixes:
         return cache
 
     def find(self, prompt: PrefillState, *, may_end_at: Callable[[int], bool] = lambda _: True) -> Match:
-        """Return the cached part of a prompt: all of it with the logits of its last token, or at most all tokens but the last.
-        Also records where a snapshot would help."""
+        """Return the cached part of a prompt: all of it with the logits of its last token, or at most all tokens but the last; none
+        of one that returns states. Also records where a snapshot would help."""
         self.flush()
         cache, inputs, row = self.cache, prompt.inputs, prompt.row
         row.begin_reuse(None, 0)
@@ -288,7 +288,7 @@ class Prefixes:
             row.begin_reuse(Reuse(key, serial, whole if whole > match.tokens else None, offset=match.offset), match.tokens)
             return match
         match, logits = Match(), None
-        if store is not None:
+        if store is not None and not prompt.returns_states:
             logits = cache.get_blob(_logits_key(key))  # of an identical earlier prompt
             if logits is not None:
                 match = store.find(key, limit=inputs.prompt_tokens, may_end_at=may_end_at)
@@ -297,7 +297,7 @@ class Prefixes:
                 match = store.find(key, limit=last, may_end_at=may_end_at)
         border: int | None = None
         places: tuple[int, ...] = ()
-        if (cache.windows or cache.is_recurrent) and logits is None:
+        if (cache.windows or cache.is_recurrent) and logits is None and not prompt.returns_states:
             border, places = self._snapshots(cache, inputs, match, may_end_at)
         row.begin_reuse(Reuse(key, serial, border, places, match.offset, logits), match.tokens)
         return match

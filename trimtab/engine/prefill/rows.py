@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -33,32 +33,37 @@ if TYPE_CHECKING:
 
 
 class Stage(Enum):
-    """Where a prompt in progress stands. TOWERS: they have run, which is a piece by itself. CHUNKS: the next piece is a chunk.
-    COMPLETE: none is left, or a step computes the last token."""
+    """Where a prompt in progress stands. BEGUN: nothing is computed, or pieces of its towers. TOWERS: they have run, which is a
+    piece by itself. CHUNKS: the next piece is a chunk. COMPLETE: none is left, or a step computes the last token."""
 
+    BEGUN = "begun"
     TOWERS = "towers"
     CHUNKS = "chunks"
     COMPLETE = "complete"
 
 
 # What may follow.
-_FOLLOWING = {Stage.TOWERS: (Stage.CHUNKS,), Stage.CHUNKS: (Stage.CHUNKS, Stage.COMPLETE), Stage.COMPLETE: ()}
+_FOLLOWING: dict[Stage, tuple[Stage, ...]] = {Stage.BEGUN: (Stage.TOWERS, Stage.CHUNKS), Stage.TOWERS: (Stage.CHUNKS,)}
+_FOLLOWING |= {Stage.CHUNKS: (Stage.CHUNKS, Stage.COMPLETE), Stage.COMPLETE: ()}
 
 
 @dataclass(eq=False)
 class PromptJob:
-    """A prompt in progress: its chunks, and how many are computed. serial: of its adapter when it began. kept: the tokens that need
-    no computation."""
+    """A prompt in progress, which has the row of prompts: its chunks, and how many are computed. serial: of its adapter when it
+    began. kept: the tokens that need no computation."""
 
-    chunks: list[Chunk]
-    media: Media | None
-    offset: int
-    serial: int | None
-    kept: Match
+    stage: Stage = Stage.BEGUN
+    chunks: list[Chunk] = field(default_factory=list)
+    media: Media | None = None
+    offset: int = 0
+    serial: int | None = None
+    kept: Match = field(default_factory=Match)
     done: int = 0
 
-    def __post_init__(self) -> None:
-        self.stage = Stage.CHUNKS if self.media is None else Stage.TOWERS
+    def begin(self, chunks: list[Chunk], media: Media | None, offset: int, serial: int | None, kept: Match) -> None:
+        """Let chunks follow. media: of a prompt whose towers have run."""
+        self.enter(Stage.CHUNKS if media is None else Stage.TOWERS)
+        self.chunks, self.media, self.offset, self.serial, self.kept = chunks, media, offset, serial, kept
 
     def enter(self, stage: Stage) -> None:
         """Go on to a stage. Errors: ValueError for one that cannot follow."""
@@ -231,6 +236,8 @@ class Passes(Protocol):
     def left_bytes(self) -> int: ...
 
     def prepare(self, token: int, adapter: str | None, sizes: Sequence[int] | None = None) -> None: ...
+
+    def release(self, prompt: PrefillState) -> None: ...
 
     def serial_of(self, name: str | None) -> int | None: ...
 

@@ -8,8 +8,9 @@ from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.families.chunk import ChunkLayers, pays
 from trimtab.engine.families.last_layers import LastLayers
 from trimtab.engine.families.mixture import hold
+from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.passes.chunk_forward import ChunkForward, FirstLayers
-from trimtab.engine.prefill.rows import Passes
+from trimtab.engine.prefill.rows import Passes, Rows
 from trimtab.errors import DeviceError
 from trimtab.planning.values.execution import CHOSEN_ON_HOST
 
@@ -42,6 +43,14 @@ def has_layers(prompts: Passes) -> bool:
 def knows_padding(prompts: Passes) -> bool:
     """Whether padding behind a prompt leaves recurrent states as they are: a step's kernels receive the count, modules do not."""
     return not prompts.is_recurrent or has_layers(prompts)
+
+
+def returns_states(batch: Rows, inputs: Inputs) -> bool:
+    """Whether the states of all tokens of a text are computed in chunks of fixed shapes, independent of other requests."""
+    fits = inputs.prompt_tokens < batch.cache.context_tokens  # the padding of a chunk is written behind it
+    has_body = batch.model.hf_model.base_model is not batch.model.hf_model
+    is_possible = bool(batch.prompts.sizes) and fits and has_body and not batch.is_invariant and not inputs.has_media
+    return is_possible and knows_padding(batch.prompts)
 
 
 def select_adapter(prompts: Passes, forward: ChunkForward, name: str | None) -> tuple[Hashable, int | None, bool]:

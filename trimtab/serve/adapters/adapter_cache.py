@@ -91,8 +91,7 @@ class AdapterCache:
 
     def check(self, name: str | None) -> None:
         """Raise RequestError for an unknown adapter, a mix that needs more slots than there are or a certain order of
-        its adapters; AdapterError for a lost adapter, DoesNotFitError for a mix that is larger than the whole budget.
-        """
+        its adapters; AdapterError for a lost adapter, DoesNotFitError for a mix that is larger than the whole budget."""
         for part in parts_of(name):
             if part in self.lost:
                 raise AdapterError(part, [self.lost[part]], hint="Unload it, and load it again when its files are complete")
@@ -141,8 +140,7 @@ class AdapterCache:
 
     def put(self, name: str, held: HeldAdapter) -> None:
         """Register an adapter. Errors: RequestError for a name in use, or if every slot is pinned; DoesNotFitError if
-        it does not fit next to the pinned adapters.
-        """
+        it does not fit next to the pinned adapters."""
         self.check_new(name)
         kept = self._kept_keys()
         if self._limit is not None and len(kept) >= self._limit and name not in self.kept:
@@ -166,8 +164,7 @@ class AdapterCache:
 
     def replace(self, name: str, held: HeldAdapter, in_use: Iterable[str | None]) -> bool:
         """Use an adapter's new files from now on; return whether they differ from the old ones. Running answers keep
-        the old ones. in_use: keys. Errors: DoesNotFitError, and the old ones stay.
-        """
+        the old ones. in_use: keys. Errors: DoesNotFitError, and the old ones stay."""
         if name not in self._held or held is self._held[name]:
             return False
         kept = self._kept_keys() - {self.key(name)}
@@ -299,8 +296,7 @@ END_BYTES = 2**20
 
 class HeldAdapters:
     """Reads adapters, one at a time. An adapter is freed when its last reference ends. Methods may be called on several
-    threads.
-    """
+    threads."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
@@ -330,8 +326,7 @@ class HeldAdapters:
 
     def take(self, path: str | Path, held: HeldAdapter) -> HeldAdapter:
         """Return an adapter that was read from a folder, or an equal one that is already in memory. Nothing is read
-        again.
-        """
+        again."""
         with self._lock:
             if held.spec.file.stamps == stamps_of(path):
                 return self._held(path, None, held)
@@ -379,8 +374,7 @@ class HeldAdapters:
 
 def _ends(path: str | Path) -> str | None:
     """Return a hash of an adapter's configuration, tensor names, sizes and the ends of its values; None if the files
-    cannot be read.
-    """
+    cannot be read."""
     whole = hashlib.sha256()
     try:
         whole.update(hashlib.sha256((Path(path) / CONFIG_NAME).read_bytes()).digest())

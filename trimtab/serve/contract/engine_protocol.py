@@ -36,9 +36,7 @@ class Engine(Protocol):
         """Begin to make a job's inputs on another thread; None if there is nothing to make."""
 
     def begin(self, job: Job, inputs: Any = None) -> Any:
-        """Check a job and return its answer, nothing computed. inputs: from `prepare`. Errors: any TrimtabError refuses
-        the job.
-        """
+        """Check a job and return its answer, nothing computed. inputs: from `prepare`. Errors: any TrimtabError refuses the job."""
 
     @property
     def chunk_sizes(self) -> Sequence[int]:
@@ -46,9 +44,8 @@ class Engine(Protocol):
 
     def prefill(self, answer: Any, most_tokens: int) -> tuple[int, bool]:
         """Compute the next chunk of the prompt, of at most `most_tokens` if its inputs can be split. Return the size of
-        the chunk, `budget.TOWERS` for a pass of the towers, and True when the prompt is complete. Nothing waits for the
-        device.
-        """
+        the chunk, `budget.TOWERS` for a pass of the towers, and True when the prompt is complete; 0 and False where it
+        waits for an embedding in the memory of chunks. Nothing waits for the device, unless log-probabilities are read."""
 
     def choose(self, answer: Any) -> None:
         """Prepare an answer's prompt, which is computed soon: its adapter stays on the model. Errors: TrimtabError."""
@@ -58,23 +55,19 @@ class Engine(Protocol):
 
     def prefill_together(self, answers: Sequence[Any], most_tokens: int) -> tuple[int, list[Any]]:
         """Compute several of these prompts at once, the first among them, if that is faster than one after the other.
-        Return the size of the pass and the complete prompts; 0 and none if the first one is computed alone.
-        """
+        Return the size of the pass and the complete prompts; 0 and none if the first one is computed alone."""
 
     def arrive(self, answer: Any) -> None:
         """Give a computed prompt its row and its first token; called in the order of computing. For one that `is_open`,
-        the next step samples the first token: it is called before that step, and nothing waits.
-        """
+        the next step samples the first token: it is called before that step, and nothing waits."""
 
     def step(self, behind: Callable[[], bool] | None = None) -> None:
         """Decode one step of every row. behind: called once the step is queued, before anything waits for it; returns
-        whether it queued more work. Errors: TrimtabError, such as memory that ran out; the step can be called again.
-        """
+        whether it queued more work. Errors: TrimtabError, such as memory that ran out; the step can be called again."""
 
     def piece(self, answer: Any, most_tokens: int) -> tuple[int, bool]:
         """Compute the next piece of an answer that `needs_no_row`, of at most `most_tokens` if it can be split. Return
-        the size of the piece in tokens, and True when it was the last. Errors: TrimtabError.
-        """
+        the size of the piece in tokens, and True when it was the last. Errors: TrimtabError."""
 
     def spent(self, answer: Any) -> Mapping[str, int]:
         """Return the tokens that were computed for an answer so far: prompt_tokens, completion_tokens."""
@@ -89,14 +82,11 @@ class Engine(Protocol):
         """Forget an answer and free its row."""
 
     def is_prepared(self, adapter: str | None) -> bool:
-        """Whether an adapter, or all of a mix, can be used without much computing. If not, it is being prepared between
-        turns.
-        """
+        """Whether an adapter, or all of a mix, can be used without much computing. If not, it is being prepared between turns."""
 
     def is_ready(self, adapter: str | None) -> bool:
         """Whether a prepared adapter can be used in the batch now (it is resident, or can be made resident)."""
 
     def has_room(self, answer: Any) -> bool:
         """Whether keys and values of an answer's prompt and longest answer fit in addition to those reserved for
-        others.
-        """
+        others. Of an embedding in captured chunks: whether no prompt has their memory."""

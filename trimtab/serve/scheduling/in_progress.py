@@ -166,7 +166,7 @@ class Rowless(Generic[Request]):
         self._last_s, self._asked = 0.0, FIRST_TOKENS  # of the last piece
         # Kind of job -> tokens and seconds per token of the last piece that was long enough to learn from.
         self._paces: dict[str, tuple[int, float]] = {}
-        self._time_s, self._had_turn = 0.0, False
+        self._time_s, self._had_turn, self._goes_first = 0.0, False, False
 
     def __bool__(self) -> bool:
         return bool(len(self.begun) or len(self.lines))
@@ -211,6 +211,15 @@ class Rowless(Generic[Request]):
         self._mates = [one for one in self._mates if one.job.group in self._groups]
         return free
 
+    @property
+    def goes_first(self) -> bool:
+        """Whether no other prompt begins before a request here has had a piece."""
+        return self._goes_first and bool(self)
+
+    def go_first(self, goes_first: bool = True) -> None:
+        """Let a request here go before the next prompt: one of them at a time has the memory of captured chunks."""
+        self._goes_first = goes_first
+
     def may_begin(self, entry: Request) -> bool:
         """Whether a request would not wait for a row behind another whose pieces are complete."""
         return not self.complete or entry.job.kind == "embedding"
@@ -223,6 +232,7 @@ class Rowless(Generic[Request]):
     def is_due(self, left_s: float | None, *, is_shared: bool) -> bool:
         """Whether a piece runs in this turn. left_s: the time after a step of the rows, None without rows. is_shared: whether
         prompts of rows use it too."""
+        is_shared &= not self.goes_first
         if left_s is None:
             self._had_turn = not (is_shared and self._had_turn)
             return self._had_turn
@@ -240,6 +250,7 @@ class Rowless(Generic[Request]):
 
     def took(self, tokens: int, seconds: float, kind: str) -> None:
         """Learn how long a piece took, the one that `most_tokens` limited."""
+        self._goes_first = False
         self._last_s, self._time_s = seconds, max(self._time_s - seconds, 0.0)
         if 2 * tokens > self._asked or seconds > PIECE_S:  # else the text was shorter
             self._paces[kind] = max(tokens, 1), seconds / max(tokens, 1)

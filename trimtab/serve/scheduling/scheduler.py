@@ -112,8 +112,8 @@ class _Queue:
         for mate in self.rowless.remove(entry):
             self.lines.add(mate)
 
-    def begin_rowless(self) -> _Entry | None:
-        """Begin the pieces of one request more, if there is room, and return it."""
+    def begin_rowless(self, *, is_beside: bool) -> _Entry | None:
+        """Begin the pieces of one request more, if there is room, and return it. is_beside: whether a prompt is in progress."""
         rowless, engine = self.rowless, self._engine
         if not rowless.lines:
             return None
@@ -130,6 +130,7 @@ class _Queue:
                 rowless.begun.free(place)
         if entry is not None:
             rowless.begun.add(entry, engine.passing_tokens(entry.answer))
+        rowless.go_first(is_beside and not (rowless.begun or engine.interleaves))
         return entry
 
     def next(self, fits: Callable[[_Entry], bool] | None = None, *, is_alone_ahead: bool) -> _Entry | None:
@@ -236,14 +237,16 @@ class _Prompts:
         if not self.begun and len(self.chosen) > 1 and not self._is_apart and (size := self._together(most_tokens)):
             return size
         self._begin_chosen()
-        entry = self.begun.current
-        if entry is None:
+        if (entry := self.begun.current) is None:
             return None
         try:
             size, is_through = self._engine.prefill(entry.answer, most_tokens)
         except TrimtabError as exc:
             self._fail(entry, exc)
             return 0
+        if not (size or is_through):
+            self._queue.rowless.go_first()
+            return None
         if is_through:
             self.begun.remove(entry)
             self.through.append(entry)
@@ -262,20 +265,18 @@ class _Prompts:
             self._choose_beside()
 
     def _begin_chosen(self) -> None:
-        if self.begun.first is None and self.chosen:
+        if self.begun.first is None and self.chosen and not self._queue.rowless.goes_first:
             self._begin(self.chosen.popleft())
 
     def _begin(self, entry: _Entry) -> None:
-        answer = entry.answer
-        is_kept = self._engine.kept_tokens(answer) > 0
-        self.begun.add(entry, self._engine.passing_tokens(answer), is_counted=is_kept)
+        tokens, is_kept = self._engine.passing_tokens(entry.answer), self._engine.kept_tokens(entry.answer) > 0
+        self.begun.add(entry, tokens, is_counted=is_kept)
 
     def _choose(self) -> None:
         """Take the next prompts out of their lines, as many as have a row to go to; one of those at most that go alone."""
         self._is_apart &= bool(self.chosen)
         while len(self.chosen) < MOST_CHOSEN and len(self) + len(self._rows) < self._engine.rows:
-            entry = self._queue.next(is_alone_ahead=self._is_alone_ahead)
-            if entry is None:
+            if (entry := self._queue.next(is_alone_ahead=self._is_alone_ahead)) is None:
                 return
             self.chosen.append(entry)
             self._start(entry)
@@ -291,8 +292,7 @@ class _Prompts:
             return not is_mate and self.begun.fits(self._engine.passing_tokens(entry.answer))
 
         while len(self) + len(self._rows) < self._engine.rows:
-            entry = self._queue.next(fits, is_alone_ahead=self._is_alone_ahead)
-            if entry is None:
+            if (entry := self._queue.next(fits, is_alone_ahead=self._is_alone_ahead)) is None:
                 return
             self._begin(entry)
             self._start(entry)
@@ -461,7 +461,7 @@ class Scheduler:
         rowless = self._rowless
         if not (rowless and rowless.is_due(left_s := self.budget.left_s(len(self._rows)), is_shared=self._has_prompts)):
             return
-        if (begun := self._queue.begin_rowless()) is not None:
+        if (begun := self._queue.begin_rowless(is_beside=self._prompts.begun.first is not None)) is not None:
             self._start(begun)
         entry, start = self._rowless.begun.current, self._now()
         if entry is None:

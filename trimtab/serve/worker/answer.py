@@ -35,8 +35,7 @@ NO_EFFORT = ("none", "minimal")
 @dataclass(eq=False)
 class Answer:
     """One running job: first a prompt, then a row. pending: unsent events. is_begun: its adapter is on the model, under
-    the key in `row`.
-    """
+    the key in `row`."""
 
     job: Job
     prompt: Prompt | None
@@ -63,13 +62,17 @@ class Answer:
         return self.prompt is not None and self.prompt.needs_towers
 
     @property
+    def work(self) -> Embedding | PromptScores | None:
+        """The embedding, or the log-probabilities of its prompt, that its next piece computes without a row."""
+        return self.embedding or (None if self.prompt is not None and self.prompt.returns_states else self.scores)
+
+    @property
     def needs_no_row(self) -> bool:
-        """Whether its next piece is one of an embedding, or of the log-probabilities of its prompt."""
-        return self.embedding is not None or self.scores is not None
+        return self.work is not None
 
     def next_tokens(self, most_tokens: int) -> int:
         """Return the most tokens of its next piece."""
-        work = self.embedding or self.scores
+        work = self.work
         if work is not None:
             return min(most_tokens, work.prompt_tokens - work.done_tokens)
         if self.prompt is None:
@@ -102,12 +105,12 @@ class Answer:
         scores, self.scores = self.scores, None
         if is_again:
             self.scored_twice = scores.done_tokens
-        else:
+        elif not self.prompt.returns_states:
             scores.hand_over(self.prompt)
 
     def spent(self) -> dict[str, int]:
         """Return the tokens that were computed for this; a prompt copied from another choice has none."""
-        row, work = self.row, self.embedding or self.scores
+        row, work = self.row, self.work
         done = row.prompt_tokens if work is None else work.done_tokens
         if work is None and self.prompt is not None and not self.is_complete:
             done = self.prompt.done_tokens
@@ -126,7 +129,7 @@ class Answer:
 
     def end_prompt(self) -> None:
         """Forget the prompt: its row has the states, or they are not needed."""
-        self.prompt = None
+        self.prompt = self.embedding = None
 
     def end(self, event: Event) -> None:
         """End with this event."""

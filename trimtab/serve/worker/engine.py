@@ -21,6 +21,7 @@ from trimtab.engine.calls.embedding import Embedding, PromptScores
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.lora.store import HeldAdapter
 from trimtab.engine.model import LoadedModel
+from trimtab.engine.prefill.selection import returns_states
 from trimtab.errors import RequestError
 from trimtab.planning.memory.activations import passing_tokens
 from trimtab.request import GenerateRequest
@@ -40,8 +41,7 @@ MOST_TIMED = 64  # chunks whose times are not known yet, or not taken
 class LoadedEngine:
     """The scheduler's engine on a loaded model. rows: requests decoded together. prompt_limit: the most tokens of a
     prompt (None: the context). audio_s: as for `PromptInputs`. held, lost: as for `AdapterCache`. pulse: announces long work.
-    is_unprepared: whether the adapter of this name is still being prepared between steps.
-    """
+    is_unprepared: whether the adapter of this name is still being prepared between steps."""
 
     def __init__(
         self, model: LoadedModel, *, rows: int, kept: Iterable[str] = (), resident_limit: int | None = None,
@@ -103,9 +103,9 @@ class LoadedEngine:
                 f"the prompt has {inputs.prompt_tokens} tokens, this server takes {self.prompt_limit}", field="prompt"
             )
         if job.kind == "embedding":
-            row = empty_row(self.model, job.adapter, job.request)
-            embedding = Embedding(self.model, inputs, adapter=job.adapter, pooling=job.pooling)
-            return Answer(job, None, row, None, time.monotonic(), embedding=embedding)
+            embedding = Embedding(self.model, inputs, adapter=job.adapter, pooling=job.pooling, batch=self.batch)
+            row = embedding.prompt.row if embedding.prompt else empty_row(self.model, job.adapter, job.request)
+            return Answer(job, embedding.prompt, row, None, time.monotonic(), embedding=embedding)
         if job.fills_context:
             left = self.model.context_tokens - inputs.prompt_tokens
             request = replace(job.request, max_new_tokens=None).within(left, most_tokens=job.request.answer_tokens)
@@ -119,7 +119,7 @@ class LoadedEngine:
             inputs = inputs.to(self.model.device)
         prompt = self.batch.begin(
             inputs, compiled.ended(job.request), top_logprobs=job.top_logprobs, constraint=compiled.constraint, client=job.client,
-            group=job.group, may_end_in_step=True,
+            group=job.group, may_end_in_step=True, returns_states=scores is not None and returns_states(self.batch, inputs),
         )  # fmt: skip
         prompt.row.use_adapter(job.adapter)  # it may stay in host memory until its turn
         # The client has the text that an answer continues.
@@ -149,7 +149,14 @@ class LoadedEngine:
         return self.shelf.has_room_for(adapter, self._in_use())
 
     def has_room(self, answer: Answer) -> bool:
-        return answer.needs_no_row or answer.prompt is None or self.batch.pages.has_room(answer.row)
+        if answer.prompt is None or (answer.needs_no_row and answer.embedding is None):
+            return True
+        has_row = self.batch.cache.has_prompt_row or self.batch.free_rows == self.rows
+        is_taken = not has_row or any(map(self._is_in_row, self._begun))
+        return not (answer.needs_no_row and is_taken) and self.batch.pages.has_room(answer.row)
+
+    def _is_in_row(self, answer: Answer) -> bool:
+        return answer.prompt is not None and self.batch.prompts.holds(answer.prompt)
 
     def _in_use(self) -> list[str | None]:
         """Return the keys that rows and prompts in progress use."""
@@ -179,14 +186,12 @@ class LoadedEngine:
     @property
     def interleaves(self) -> bool:
         """Whether each prompt has separate keys and values, in host memory. Captured chunks write into one row of the
-        batch, and batch-invariant prompts are computed one at a time.
-        """
+        batch, and batch-invariant prompts are computed one at a time."""
         return self.model.device.type == "cpu" and not self.batch.prompts.is_on and not self.batch.is_invariant
 
     def passing_tokens(self, answer: Answer) -> int:
-        work = answer.embedding or answer.scores
-        if work is not None:
-            return work.prompt_tokens
+        if answer.work is not None:
+            return answer.work.prompt_tokens
         if not self.interleaves or answer.prompt is None or answer.prompt.inputs.has_media:
             return 0
         return answer.prompt.inputs.prompt_tokens
@@ -229,9 +234,10 @@ class LoadedEngine:
     def prefill(self, answer: Answer, most_tokens: int) -> tuple[int, bool]:
         """Compute the next chunk of the prompt. A complete prompt gets its row.
 
-        Errors: DeviceError if memory runs out. MistakeError for any other failure that leaves the device usable: it
-        ends this answer only.
+        Errors: DeviceError if memory runs out. MistakeError for any other failure that leaves the device usable: it ends this one.
         """
+        if any(one.embedding and self._is_in_row(one) for one in self._begun):
+            return 0, False
         kind = "towers" if answer.needs_towers else "a prompt"
         with self._named("reading a prompt", answer.job), self.pulse.work(kind, answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
@@ -242,7 +248,13 @@ class LoadedEngine:
             if has_towers and not is_through and not answer.prompt.chunk_tokens:
                 self._times.end(TOWERS)
                 return TOWERS, False
-            if answer.prompt.source is None and self.batch.prompts.is_steady and not has_towers:
+            if answer.scores is not None:
+                start = answer.scores.done_tokens
+                answer.scores.read(answer.prompt)
+                answer.pending.append(scored_event(answer.job.id, start, answer.scores.take(), self._token_texts))
+                if is_through:
+                    answer.end_scores(is_again=False)
+            elif answer.prompt.source is None and self.batch.prompts.is_steady and not has_towers:
                 self._times.end(answer.prompt.chunk_tokens)
             if is_through:
                 self.batch.place(answer.prompt)
@@ -264,8 +276,7 @@ class LoadedEngine:
 
     def arrive(self, answer: Answer) -> None:
         """Give an answer with a computed prompt its row and its first token, which the next step samples if it computes
-        the prompt's last token. Errors: as `prefill`.
-        """
+        the prompt's last token. Errors: as `prefill`."""
         assert answer.prompt is not None
         sampled = None
         with self._named("reading a prompt"):
@@ -280,10 +291,11 @@ class LoadedEngine:
 
     def piece(self, answer: Answer, most_tokens: int) -> tuple[int, bool]:
         """Compute the next piece of an embedding, or of a prompt's log-probabilities, and wait for it, because others
-        wait for it too. Errors: as `prefill`.
-        """
+        wait for it too. Errors: as `prefill`."""
         with self._named("reading a prompt", answer.job), self.pulse.work("a piece", answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
+            if answer.embedding and answer.prompt:  # no other has begun (`has_room`); one that failed may have the row still
+                self.batch.prompts.evict(self.batch.cache.prompt_row, answer.prompt)
             return run_chunk(answer, most_tokens, self.batch, self._token_texts)
 
     @cached_property
@@ -375,52 +387,29 @@ class ChunkTimes:
 
 def run_chunk(answer: Answer, most_tokens: int, batch: Batch, texts: TokenTexts) -> tuple[int, bool]:
     """Compute the next chunk and wait for it. Return its tokens, and True when it was the last. Errors: those of the model."""
-    work = answer.embedding or answer.scores
+    work = answer.work
     assert work is not None
     before = work.done_tokens
-    if answer.embedding is not None:
-        is_over = _embedded(answer, answer.embedding, _most_embedded(batch, most_tokens))
+    if isinstance(work, Embedding):
+        # Kernels that a GPU is given one by one take as long for few tokens as for many. Batch-invariant ones ignore the load.
+        is_whole = batch.model.device.type == "cuda" or batch.is_invariant
+        is_over = work.step(None if is_whole else most_tokens)
+        if is_over:
+            usage = {"prompt_tokens": work.prompt_tokens, "completion_tokens": 0}
+            answer.end_embedding(Event(answer.job.id, "done", finish="stop", usage=usage, result={"embedding": work.unit.tolist()}))
     else:
-        assert answer.scores is not None
-        is_over = _scored(answer, answer.scores, batch, texts)
+        is_over = work.step()
+        answer.pending.append(scored_event(answer.job.id, before, work.take(), texts))
+        if is_over:
+            answer.end_scores(is_again=bool(batch.prompts.sizes) or batch.is_invariant or batch.prefixes.cache is not None)
     if batch.model.device.type == "cuda":
         torch.cuda.current_stream(batch.model.device).synchronize()
     return work.done_tokens - before, is_over
 
 
-def _most_embedded(batch: Batch, most_tokens: int) -> int:
-    """Return the most tokens of a piece of an embedding. On a GPU its kernels are launched separately, which takes as
-    long for few tokens as for many. Batch-invariant answers do not depend on the load, and neither do their embeddings.
-    """
-    most = int(batch.model.prefill_tokens)
-    return most if batch.model.device.type == "cuda" or batch.is_invariant else min(most_tokens, most)
-
-
-def _embedded(answer: Answer, embedding: Embedding, most_tokens: int) -> bool:
-    if not embedding.step(most_tokens):
-        return False
-    usage = {"prompt_tokens": embedding.prompt_tokens, "completion_tokens": 0}
-    result = {"embedding": embedding.vector}
-    answer.end_embedding(Event(answer.job.id, "done", finish="stop", usage=usage, result=result))
-    return True
-
-
-def _scored(answer: Answer, scores: PromptScores, batch: Batch, texts: TokenTexts) -> bool:
-    """Compute a piece and emit it. The answer's prompt follows, unless transformers' passes compute it too: then it is
-    complete.
-    """
-    start, is_over = scores.done_tokens, scores.step()
-    answer.pending.append(scored_event(answer.job.id, start, scores.take(), texts))
-    if not is_over:
-        return False
-    answer.end_scores(is_again=bool(batch.prompts.sizes) or batch.is_invariant or batch.prefixes.cache is not None)
-    return True
-
-
 def scored_event(job_id: str, start: int, scores: Sequence[Mapping[int, tuple[float, int]]], texts: TokenTexts) -> Event:
     """Return a piece of a prompt's log-probabilities in vLLM's form: values of a JSON list, inserted unchanged into the
-    response. start: the first token of the piece; the first token of a prompt has no probability, which is null.
-    """
+    response. start: the first token of the piece; the first token of a prompt has no probability, which is null."""
     shown: list[Any] = [None] if start == 0 else []
     for entry in scores:
         shown.append(

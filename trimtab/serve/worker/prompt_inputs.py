@@ -93,8 +93,7 @@ class PromptInputs:
 
     def _learn_media(self) -> None:
         """Run the processor with an image and a second of silence, so that threads of the pool can prepare the first
-        real ones too.
-        """
+        real ones too."""
         try:
             self._learn_images_and_audio()
         finally:
@@ -212,8 +211,7 @@ def is_constrained(job: Job) -> bool:
 
 def decoded_bytes(job: Job, *, model_type: str, audio_s: float) -> int:
     """Return the most bytes of a job's media before they are model inputs. audio_s: the most decoded seconds of all its
-    audio.
-    """
+    audio."""
     parts = [part for message in job.prompt for part in message["content"] or () if isinstance(part, dict)]
     images = [picture_bytes(part["image"]) for part in parts if part["type"] == "image"]
     rate = max((sound_rate(part["audio"]) for part in parts if part["type"] == "audio"), default=0)

@@ -171,8 +171,7 @@ def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedM
 
 def check_present(models: Sequence[ServedModel]) -> None:
     """Raise CheckpointError with every model and adapter that is missing or incomplete on this machine, AdapterError
-    for an unusable one, RequestError for a device that is not there. Reads only headers, and needs no torch.
-    """
+    for an unusable one, RequestError for a device that is not there. Reads only headers, and needs no torch."""
     problems, devices = [], []
     for model in models:
         try:

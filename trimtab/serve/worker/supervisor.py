@@ -253,8 +253,7 @@ class Supervisor:
 
     def _start_life(self) -> None:
         """Start a worker. Errors: OSError or RuntimeError if the system refuses a pipe, process or thread; everything
-        is cleaned up.
-        """
+        is cleaned up."""
         # A restarted worker loads the plan of the first one, independent of the present free memory and loaded
         # adapters.
         adapters, roots = dict(self.loaded.adapters), dict(self.loaded.roots)

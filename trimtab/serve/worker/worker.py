@@ -336,8 +336,7 @@ def _dated(event: Event) -> Event:
 
 def _stop_at_turn_end(model: Any, is_asked: bool | None) -> str | None:
     """End answers at the chat template's end-of-turn token. If they continue after it, log the token and return its
-    text.
-    """
+    text."""
     from trimtab.engine.chat import control_tokens
 
     missing = control_tokens.stop_at_turn_end(model, is_asked=is_asked)
