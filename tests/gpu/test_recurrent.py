@@ -10,7 +10,7 @@ import trimtab
 from tests import pico
 from tests.engine.decode.test_graphs import joined
 from tests.engine.families.test_decoders import ASKED, TOLERANCE, compare
-from tests.engine.prefill.test_prefill import DEVICE, answered, differ, eager, ids
+from tests.engine.prefill.test_prefill import DEVICE, answered, differ, eager, ids, is_whole, read
 from trimtab.engine.batch.batch import Batch
 
 
@@ -31,4 +31,5 @@ def test_steps_of_mixed_rows_and_prompts_are_captured_and_those_of_the_modules(q
                 for _ in range(3):  # as it is, captured, replayed
                     found = answered(alone, model.prepare(ids(tokens)), adapter=name)
                 assert differ(found, answered(whole, model.prepare(ids(tokens)), adapter=name)) < 2 * TOLERANCE
+            assert is_whole(model, read(alone, 40, name), 40, name, 2 * TOLERANCE)
         assert alone.prompts.captures, alone.steps.fallbacks
