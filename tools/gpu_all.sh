@@ -102,7 +102,7 @@ if [ -n "${OUTSIDER:-}" ]; then  # a load script of somebody else: OUTSIDER FOLD
   mkdir -p "$work/outside"
   ln -sfn "$work/e4b-talking" "$work/outside/base"
   ln -sfn "$work/e4b-a0" "$work/outside/mm_adapter_inner"
-  step outsider 200 env FLAGS="--quant nf4-dq --device cuda" CLIENTS=32 $py "$OUTSIDER" "$work/outside" 20 32 490
+  step outsider 200 env FLAGS="--quant nf4-dq --device cuda" CLIENTS=32 $py "$OUTSIDER" "$work/outside" 20 32 77
 fi
 
 plan make tests-new tests-kernels tests-steps tests-memory tests-rest
