@@ -37,7 +37,7 @@ engine/kernels (runtime): attention_and_norms<fused autotune<tuning autotune<com
 engine/batched_lora (runtime): columns<adapter_columns columns<unpacked_columns table<slots
 engine/passes (runtime): attention<hf_attention attention<cudnn chunk_forward<hf_prefill chunk_forward<packed_prefill
     media_embeddings<hf_prompt_media
-engine/families (runtime): chunk<hf_gemma4_chunk last_layers<hf_gemma4_last step<hf_gemma4
+engine/families (runtime): chunk<hf_gemma4_chunk chunk<hf_gemma4_last step<hf_gemma4
 engine/decode (runtime): batch_invariant<company decode_step decode_step<batch_state step_capture
     step_choice
 engine/towers (runtime): bounds_check<tower_check pieces<tower_forms graphs<tower_graphs graphs<tower_ops pieces<tower_pieces
@@ -46,7 +46,7 @@ engine/loader (runtime): anatomy_builder load processor<hf_processor tracing<pro
 engine/templates (runtime): budget<template_budget costs<template_costs budget<hf_templates
 engine/chat (runtime): answer_forms answer_reader call_values content_parts control_tokens marks media media_check media_headers
     prompt<chat control_tokens<turn_end
-engine/prefill (runtime): encoder_cache last_token<open_prompts layouts<prompt_layouts packing<packed_prompts
+engine/prefill (runtime): encoder_cache selection<open_prompts layouts<prompt_layouts packing<packed_prompts
     prefill<prefill_graphs prefix_cache rows<prompt_job stock_pass<hf_own_pass tower_passes warm_up<capture_ahead
 engine/batch (runtime): batch generate kept_batch request<batch_request request<hf_generate request<finite kept_batch<turns
 engine/calls (runtime): batch_calls<many conversation embedding embedding<inner embedding<prompt_scores

@@ -9,8 +9,7 @@ import trimtab
 from tests.adapter_files import pair, write_adapter
 from tests.anatomies import small
 from trimtab.demo.demo import FOLDER as DEMO
-from trimtab.engine.batched_lora.expert_table import ExpertSlots
-from trimtab.engine.batched_lora.table import RANK_STEP, AdapterSlots
+from trimtab.engine.batched_lora.table import RANK_STEP, AdapterSlots, ExpertSlots
 from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.lora import layers as lora
 from trimtab.errors import RequestError

@@ -13,7 +13,7 @@ from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fix
 from tests.engine.prefill.test_prefill import DEVICE, LENGTHS, ON_GPU, TOLERANCE, answered, differ, eager, ids, through
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batched_lora.table import AdapterSlots
-from trimtab.engine.families.last_layers import LastLayers
+from trimtab.engine.families.chunk import LastLayers
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.planning.values.byte_sizes import PAGE_TOKENS
 

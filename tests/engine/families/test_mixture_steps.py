@@ -30,7 +30,7 @@ from tests.engine.prefill.test_prefill import replayed as prompts_replayed  # no
 from tests.long_runs import halved
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.batched_lora import expert_table
+from trimtab.engine.batched_lora import table
 from trimtab.engine.families import families
 from trimtab.engine.kernels import delta_rule, experts, gemm4
 from trimtab.engine.prefill.prefill import PrefillRunner
@@ -181,7 +181,7 @@ def test_a_prompt_whose_adapter_no_kernel_adds_is_not_captured(why, on_cpu, repl
         if why == "kernels":
             on_cpu.experts = None
         else:
-            monkeypatch.setattr(expert_table, "why_not", lambda adapter: "has more than two changes of one stack")
+            monkeypatch.setattr(table, "why_not_experts", lambda adapter: "has more than two changes of one stack")
         for _ in range(3):
             wanted, found = (through(one, model.prepare(list(range(5, 75))), adapter="b").logits for one in (expected, batch))
             assert (found - wanted).abs().max() <= 2 * TOLERANCE * wanted.abs().max()

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trimtab.engine.batched_lora import expert_table
-from trimtab.engine.batched_lora.table import AdapterSlots
+from trimtab.engine.batched_lora import table
 from trimtab.engine.kernels import experts as kernels
 from trimtab.engine.kernels import routers
 
@@ -30,9 +29,9 @@ def hold(layers: Sequence[Layer], store: AdapterStore) -> bool:
         adapter: ExpertsAdapter | None = vars(own.module).get("adapters", {}).get(store.selection.name)
         if adapter is None or adapter.tables is not None:
             continue
-        if own.takes_many and expert_table.why_not(adapter) is None:
-            table = AdapterSlots.of_experts({own.module: adapter}, store, adapter.changes[0].A.device)
-            adapter.hold(table.expert_args(own.module, 1))
+        if own.takes_many and table.why_not_experts(adapter) is None:
+            slots = table.AdapterSlots.of_experts({own.module: adapter}, store, adapter.changes[0].A.device)
+            adapter.hold(slots.expert_args(own.module, 1))
         else:
             is_whole = False
     return is_whole

@@ -375,7 +375,7 @@ class ChunkForward:
         return first
 
     def use(self, firsts: FirstLayers | None, lasts: LastLayers | None) -> None:
-        """Replace the layers in front (chunk.py), and those from `first_shared` on (last_layers.py); None: modules compute."""
+        """Replace the layers in front (chunk.py), and those from `first_shared` on (LastLayers); None: modules compute."""
         self.firsts, self.lasts = firsts, lasts
 
     @property

@@ -13,9 +13,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from trimtab.engine.batched_lora import expert_table
-from trimtab.engine.batched_lora.expert_table import StandIn
-from trimtab.engine.batched_lora.table import AdapterSlots
+from trimtab.engine.batched_lora import table
+from trimtab.engine.batched_lora.table import AdapterSlots, StandIn
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.attached import Holders, PlainPlace
 from trimtab.engine.lora.experts import uncover
@@ -163,7 +162,7 @@ class Layouts:
         step = steps.fused_step() if changed and steps.kernels.experts is not None and has_layers(self.prompts) else None
         found = [layer.experts for layer in step.layers if layer.experts is not None] if step is not None else []
         known = {one.module: changed[one.module] for one in found if one.module in changed and one.takes_many}
-        return known if len(known) == len(changed) and all(expert_table.why_not(one) is None for one in changed.values()) else {}
+        return known if len(known) == len(changed) and all(table.why_not_experts(one) is None for one in changed.values()) else {}
 
     def _new(
         self, places: Sequence[PlainPlace], source: Tensor, experts: Mapping[nn.Module, ExpertsAdapter], *, has_towers: bool

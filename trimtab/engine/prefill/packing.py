@@ -14,7 +14,7 @@ from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kv.prefix_store import Match
 from trimtab.engine.kv.sequence import PrefillState
 from trimtab.engine.passes.chunk_forward import Form, Piece
-from trimtab.engine.prefill import last_token as open_prompts
+from trimtab.engine.prefill import selection
 from trimtab.engine.prefill.rows import Passes
 from trimtab.engine.prefill.selection import has_layers, layers_of
 
@@ -167,9 +167,9 @@ class PackedPrefill:
             return None
         unpacked = prompts.model.unpacked
         costs = ADAPTER_INSIDE if unpacked is not None and unpacked.columns else PACKED_WEIGHTS
-        may_end = kept[0][0].may_end_in_step and open_prompts.are_possible(prompts)
+        may_end = kept[0][0].may_end_in_step and selection.may_be_open(prompts)
         ends_in_step = may_end and bool(prompts.batch.active)
-        share = open_prompts.share_of_layers(prompts.chunk_forward()) if ends_in_step else 1.0
+        share = selection.share_of_layers(prompts.chunk_forward()) if ends_in_step else 1.0
         choice = choose_shape([lengths[number] for number in fitting], prompts.sizes, most, costs, share=share)
         if choice is None:
             return None

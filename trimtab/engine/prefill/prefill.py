@@ -13,8 +13,7 @@ from torch import Tensor
 
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.decode.step_choice import Fallback
-from trimtab.engine.families.chunk import ChunkLayers
-from trimtab.engine.families.last_layers import LastLayers
+from trimtab.engine.families.chunk import ChunkLayers, LastLayers
 from trimtab.engine.formats.matmul_table import MatmulTable
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
@@ -30,7 +29,7 @@ from trimtab.engine.memory.rates import outside_torch
 from trimtab.engine.memory.step_memory import extra_bytes
 from trimtab.engine.passes import chunk_forward as hf_prefill
 from trimtab.engine.passes.chunk_forward import Chunk, Form, Piece
-from trimtab.engine.prefill import last_token as open_prompts
+from trimtab.engine.prefill import selection
 from trimtab.engine.prefill.layouts import Layouts, values_of
 from trimtab.engine.prefill.packing import PackedPrefill
 from trimtab.engine.prefill.rows import PromptJob, Rows, Stage
@@ -219,8 +218,8 @@ class PrefillRunner:
         kept = self.batch.prefixes.find(prompt, may_end_at=may_end_at)
         chunks: list[Chunk] | None = []
         if kept.tokens < inputs.prompt_tokens:
-            prompt.begin(ends_in_step=open_prompts.ends_in_step(prompt, self.batch, may_end_at))
-            chunks = open_prompts.chunks_of(prompt, self.sizes, kept.tokens, self.batch.prefixes, may_end_at)
+            prompt.begin(ends_in_step=selection.ends_in_step(prompt, self.batch, may_end_at))
+            chunks = selection.chunks_of(prompt, self.sizes, kept.tokens, self.batch.prefixes, may_end_at)
         if chunks is not None:
             job.begin(chunks, media, offset, self.serial_of(prompt.row.adapter), kept)
         return chunks is not None
@@ -254,7 +253,7 @@ class PrefillRunner:
         chunk = job.chunks[job.done]
         if most_tokens is not None and chunk.size > most_tokens and job.media is None and not prompt.returns_states:
             sizes = [size for size in self.sizes if size <= most_tokens] or [min(self.sizes)]
-            job.cut(open_prompts.chunks_of(prompt, sizes, chunk.start, self.batch.prefixes) or [chunk])
+            job.cut(selection.chunks_of(prompt, sizes, chunk.start, self.batch.prefixes) or [chunk])
             chunk = job.chunks[job.done]
         prompt.begin_chunk(chunk.size)
         piece = Piece(prompt.row.token_ids[: chunk.end], chunk.start, self.batch.cache.prompt_row)
@@ -398,7 +397,7 @@ class PrefillRunner:
         self.graph_bytes += max(outside_torch(self.device) - before, 0)
 
     def _prepare(self, token: int, adapter: str | None, sizes: Sequence[int]) -> None:
-        ends = (True, False) if open_prompts.are_possible(self) else (True,)
+        ends = (True, False) if selection.may_be_open(self) else (True,)
         for size, is_last in product(sorted(sizes, reverse=True), ends):
             if not self.captures:
                 return

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.decode.decode_step import BatchState, DecodeStep
-from trimtab.engine.families.chunk import ChunkLayers
-from trimtab.engine.families.last_layers import LastLayers
+from trimtab.engine.families.chunk import ChunkLayers, LastLayers
 from trimtab.engine.kernels.dequantize import PromptKernels
 from trimtab.engine.kv.kv_cache import BatchedKVCache
 from trimtab.engine.kv.prefix_store import Match

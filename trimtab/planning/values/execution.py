@@ -263,7 +263,7 @@ def check_bytes(anatomy: Anatomy, *, rows: int = KERNEL_ROWS) -> int:
 
 def expert_table_bytes(anatomy: Anatomy, rows: int) -> int:
     """Return the bytes of the tables in which steps, and passes of several prompts, find the rows' adapters on experts
-    (engine/batched_lora/expert_table.py): of three changes an adapter, numbers for each expert and eight more."""
+    (engine/batched_lora/table.py): of three changes an adapter, numbers for each expert and eight more."""
     counts = [row.stacks[0].shape[0] for row in anatomy.rows if row.takes_lora and row.stacks]
     slots = max(ADAPTER_SLOTS, rows) + (ADAPTER_SLOTS if rows > 1 else 0)
     return len(counts) * EXPERT_CHANGES * slots * 4 * (max(counts, default=0) + 8)

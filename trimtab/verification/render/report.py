@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 from trimtab.errors import ParityError, gib
 from trimtab.report.document import Block, Details, Document, Facts, Figure, Heading, Items, Table, number, yes
 from trimtab.report.render import Report
-from trimtab.verification.merges.retention import mean_survival
-from trimtab.verification.merges.variants import lane_blocks
 from trimtab.verification.render import plots
 from trimtab.verification.routes.alarm_rate import FALSE_ALARM_RATE, MARGIN
 
@@ -251,6 +249,8 @@ def weight_rows(report: ParityReport) -> list[tuple[str, str]]:
         same = f"the same in all {changes.modules} modules" if not changes.wrong else f"other in {len(changes.wrong)} modules"
         rows.append(("adapters as loaded", f"{same}; a scale wrong by 1 % would be detected"))
     if report.survival:
+        from trimtab.verification.merges.retention import mean_survival
+
         survived, noise = mean_survival(report.survival)
         worst = sorted(report.survival, key=lambda row: row.survived)[:WORST_MODULES] if survived < 0.999 else []
         rows.append(("survival", (
@@ -307,6 +307,8 @@ def document_of(report: ParityReport) -> Document:
         noise = [row.noise for row in report.survival]
         blocks.append(_bars("Other changes by module, relative to the adapter's", noise, names, logarithmic=True))
     if report.lanes is not None:
+        from trimtab.verification.merges.variants import lane_blocks
+
         blocks += [Heading("Merge lanes"), *lane_blocks(report.lanes, _lane_chart)]
     blocks.append(Facts([("versions", ", ".join(f"{name} {release}" for name, release in report.versions.items()))]))
     return Document(verdict_words(report), blocks, "good" if report.ok else "bad")
