@@ -146,22 +146,19 @@ def test_a_file_may_hold_several_models(tmp_path):
     assert [(one.name, one.rows, list(one.adapters)) for one in models] == [("a", None, []), ("b", 2, ["style"])]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("prot = 1", "unknown key 'prot' (did you mean port"), ("[limit]\nn = 1", "unknown key 'limit' (did you mean limits"),
-        ("port = '1'", "port: must be an integer"), ("timeout = true", "timeout: must be a number"),
-        ("lenient = 1", "lenient: must be true or false"), ("keep = 'style'", 'keep: must be a list of texts, such as ["..."]'),
-        ("place = 'host'", "place: must be a list of texts or a table"),
-        ("name = []", "name: must be a text"), ("limits = 3", "limits: must be a table"),
-        ("[limits]\nn = '3'", "limits.n: must be"), ("color = 'red'", "color: must be auto, always, never"),
-        ("[keys.a]\nconcurrent = 1", "give either key or key_file"), ("[keys.a]\nkey = 'k'\nkeys = 1", "keys.a: "),
-        ("[keys.a]\nkey_file = 'none'", "cannot be read"), ("[keys.a]\nkey = ''", "holds no key"),
-        ("[keys.a]\nkey = 'k'\n[keys.b]\nkey = 'k'", "has the key of a"),
-        ("[keys.a]\nkey = 'k'\nconcurrent = 0", "keys.a: "), ("model = 'x'\n[models.a]\npath = 'x'", "give either"),
-        ("config = 'other.toml'", "unknown key 'config'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "words"), [
+    ("prot = 1", "unknown key 'prot' (did you mean port"), ("[limit]\nn = 1", "unknown key 'limit' (did you mean limits"),
+    ("port = '1'", "port: must be an integer"), ("timeout = true", "timeout: must be a number"),
+    ("lenient = 1", "lenient: must be true or false"), ("keep = 'style'", 'keep: must be a list of texts, such as ["..."]'),
+    ("place = 'host'", "place: must be a list of texts or a table"),
+    ("name = []", "name: must be a text"), ("limits = 3", "limits: must be a table"),
+    ("[limits]\nn = '3'", "limits.n: must be"), ("color = 'red'", "color: must be auto, always, never"),
+    ("[keys.a]\nconcurrent = 1", "give either key or key_file"), ("[keys.a]\nkey = 'k'\nkeys = 1", "keys.a: "),
+    ("[keys.a]\nkey_file = 'none'", "cannot be read"), ("[keys.a]\nkey = ''", "holds no key"),
+    ("[keys.a]\nkey = 'k'\n[keys.b]\nkey = 'k'", "has the key of a"),
+    ("[keys.a]\nkey = 'k'\nconcurrent = 0", "keys.a: "), ("model = 'x'\n[models.a]\npath = 'x'", "give either"),
+    ("config = 'other.toml'", "unknown key 'config'"),
+])  # fmt: skip
 def test_what_is_wrong_is_said_by_name(tmp_path, text, words):
     with pytest.raises(CheckpointError) as caught:
         options_of(tmp_path, text)
@@ -249,17 +246,14 @@ def said(capsys, tmp_path, text, *flags):
     return capsys.readouterr().err.removeprefix("trimtab: ").strip(), code, str(file)
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        ('gpu_memory = "4"', "FILE: gpu_memory = 4: needs a unit"), ("context = 0", "FILE: context = 0: must be an integer"),
-        ("timeout = -1", "FILE: timeout = -1: must be above zero"), ("queue = 0", "FILE: queue = 0: must be at least 1"),
-        ("[limits]\nimage_pixels = -1", "FILE: limits.image_pixels = -1: must be above zero"),
-        ('[adapters]\n"a b" = "x"', "FILE: adapters = a b: an adapter name"),
-        ('decode = "graph"\neager = true', "FILE: decode = graph: cannot be combined with eager: both"),
-        ('host = "1.2.3.4"', "Give api_key (or TRIMTAB_API_KEY)"), ("gpus_per_replica = 0.5", "has no effect without ray"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("lines", "expected"), [
+    ('gpu_memory = "4"', "FILE: gpu_memory = 4: needs a unit"), ("context = 0", "FILE: context = 0: must be an integer"),
+    ("timeout = -1", "FILE: timeout = -1: must be above zero"), ("queue = 0", "FILE: queue = 0: must be at least 1"),
+    ("[limits]\nimage_pixels = -1", "FILE: limits.image_pixels = -1: must be above zero"),
+    ('[adapters]\n"a b" = "x"', "FILE: adapters = a b: an adapter name"),
+    ('decode = "graph"\neager = true', "FILE: decode = graph: cannot be combined with eager: both"),
+    ('host = "1.2.3.4"', "Give api_key (or TRIMTAB_API_KEY)"), ("gpus_per_replica = 0.5", "has no effect without ray"),
+])  # fmt: skip
 def test_an_error_names_the_key_of_the_file(tmp_path, capsys, monkeypatch, lines, expected):
     monkeypatch.delenv("TRIMTAB_API_KEY", raising=False)
     text, code, file = said(capsys, tmp_path, f'model = "{DEMO / "base"}"\n{lines}')
@@ -282,10 +276,9 @@ def test_an_error_in_a_models_table_names_its_key(tmp_path, capsys):
         assert expected in text and "--" not in text and code == 3
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [("--timeout", "-1.0"), ("--queue", "0"), ("--grace", "-1.0"), ("--idle-unload", "-1.0"), ("--limit", "n=-1")],
-)
+@pytest.mark.parametrize(("flag", "value"), [
+    ("--timeout", "-1.0"), ("--queue", "0"), ("--grace", "-1.0"), ("--idle-unload", "-1.0"), ("--limit", "n=-1"),
+])  # fmt: skip
 def test_an_error_of_a_setting_names_the_flag(capsys, flag, value):
     assert main(["serve", str(DEMO / "base"), flag, value]) == 2
     assert capsys.readouterr().err.startswith(f"trimtab: {flag} {value}: must be ")

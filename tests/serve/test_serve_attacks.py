@@ -383,11 +383,10 @@ CHUNKED = b"POST /a HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n4\r
 EMPTY_CHUNKED = b"POST /a HTTP/1.1\r\nhost: a\r\ntransfer-encoding: Chunked\r\n\r\n0\r\n\r\n"
 
 
-@pytest.mark.parametrize(
-    ("data", "waiting"),
-    [(b"", 0), (HEALTH[:-1], 0), (HEALTH, 1), (HEALTH * 3 + HEALTH[:9], 3), (POSTED, 1), (POSTED[:-1], 0), (POSTED * 2, 2),
-     (CHUNKED, 1), (CHUNKED[:-1], 0), (CHUNKED + EMPTY_CHUNKED + POSTED + HEALTH, 4), (EMPTY_CHUNKED[:-3], 0), (HEALTH * 400, 9)],
-)  # fmt: skip
+@pytest.mark.parametrize(("data", "waiting"), [
+    (b"", 0), (HEALTH[:-1], 0), (HEALTH, 1), (HEALTH * 3 + HEALTH[:9], 3), (POSTED, 1), (POSTED[:-1], 0), (POSTED * 2, 2),
+    (CHUNKED, 1), (CHUNKED[:-1], 0), (CHUNKED + EMPTY_CHUNKED + POSTED + HEALTH, 4), (EMPTY_CHUNKED[:-3], 0), (HEALTH * 400, 9),
+])  # fmt: skip
 def test_the_requests_that_wait_are_counted_as_they_will_be_parsed(data, waiting):
     connection = StrictConnection(h11.SERVER)
     connection.receive_data(data)
@@ -466,24 +465,21 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 WHOLE_CHUNK = b"%x\r\n%s\r\n" % (len(BODY), BODY)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        HEAD + b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n" % len(BODY) + WHOLE_CHUNK + b"0\r\n\r\n",
-        HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
-        HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Transfer-Encoding: chunked\r\n\r\n" + WHOLE_CHUNK + b"0\r\n\r\n",
-        WHOLE.replace(b"\r\n", b"\n"), WHOLE.replace(b"localhost\r\n", b"localhost\n"),
-        HEAD + b"Content-Length: 3\r\n\n{} ", HEAD + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\n{}  ",
-        HEAD + b"Content-Length: +3\r\n\r\n{} ", HEAD + b"Content-Length : 3\r\n\r\n{} ",
-        HEAD + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
-        HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
-        CHUNKED + WHOLE_CHUNK + b"0\r\n\n", CHUNKED + WHOLE_CHUNK + b"0\r\nX: y\r\n\r\n",
-        CHUNKED + WHOLE_CHUNK.replace(b"\r\n", b"\n") + b"0\n\n", CHUNKED + b"1\r\n[\r\n" * 3000,
-        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 200 + b"\r\n",
-        b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("data", [
+    HEAD + b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n" % len(BODY) + WHOLE_CHUNK + b"0\r\n\r\n",
+    HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Transfer-Encoding: chunked\r\n\r\n" + WHOLE_CHUNK + b"0\r\n\r\n",
+    WHOLE.replace(b"\r\n", b"\n"), WHOLE.replace(b"localhost\r\n", b"localhost\n"),
+    HEAD + b"Content-Length: 3\r\n\n{} ", HEAD + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\n{}  ",
+    HEAD + b"Content-Length: +3\r\n\r\n{} ", HEAD + b"Content-Length : 3\r\n\r\n{} ",
+    HEAD + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+    HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    CHUNKED + WHOLE_CHUNK + b"0\r\n\n", CHUNKED + WHOLE_CHUNK + b"0\r\nX: y\r\n\r\n",
+    CHUNKED + WHOLE_CHUNK.replace(b"\r\n", b"\n") + b"0\n\n", CHUNKED + b"1\r\n[\r\n" * 3000,
+    b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+    b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+])  # fmt: skip
 def test_what_two_servers_could_read_in_two_ways_closes_the_connection(server, data):
     # A second request behind it must not be answered.
     status, error = refusal(server, data + WHOLE)

@@ -37,13 +37,10 @@ def test_a_mix_has_one_name_whatever_its_order():
     assert check_mix({"a": 1.0}, field="adapter") == "a" and check_mix({"a": 0.5}, field="adapter") == "a:0.5"
 
 
-@pytest.mark.parametrize(
-    ("weights", "words"),
-    [
-        ({}, "at least one"), ({f"a{n}": 1.0 for n in range(9)}, "at most 8"), ({"a": 0.0}, "weight of 0"),
-        ({"a": float("inf")}, "finite number"), ({"a": 1001.0}, "between -1000 and 1000"), ({"a b": 1.0}, "letters"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("weights", "words"), [
+    ({}, "at least one"), ({f"a{n}": 1.0 for n in range(9)}, "at most 8"), ({"a": 0.0}, "weight of 0"),
+    ({"a": float("inf")}, "finite number"), ({"a": 1001.0}, "between -1000 and 1000"), ({"a b": 1.0}, "letters"),
+])  # fmt: skip
 def test_what_is_no_mix_is_refused_by_name(weights, words):
     with pytest.raises(RequestError, match=words) as caught:
         check_mix(weights, field="adapter")
@@ -66,15 +63,12 @@ def test_a_models_name_may_hold_a_mix(pool):
     assert pool.resolve("b:1") == ("demo", "b") and pool.resolve("a+b") == ("demo", "a:1.0+b:0.5")
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "words"),
-    [
-        ("a:x", RequestError, "the weight of a is not a number"), ("a:0.5+a:0.5", RequestError, "names a twice"),
-        ("a:0.5+nobody:0.5", UnknownModelError, "nobody"), ("a:0.5+c:0.5", UnknownModelError, "c"),
-        ("a:0", RequestError, "weight of 0"), ("a:nan", RequestError, "finite number"), ("a:", RequestError, "not a number"),
-        ("nobody:0.5", UnknownModelError, "nobody:0.5"), ("demo:nobody:1", UnknownModelError, "demo:nobody:1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "kind", "words"), [
+    ("a:x", RequestError, "the weight of a is not a number"), ("a:0.5+a:0.5", RequestError, "names a twice"),
+    ("a:0.5+nobody:0.5", UnknownModelError, "nobody"), ("a:0.5+c:0.5", UnknownModelError, "c"),
+    ("a:0", RequestError, "weight of 0"), ("a:nan", RequestError, "finite number"), ("a:", RequestError, "not a number"),
+    ("nobody:0.5", UnknownModelError, "nobody:0.5"), ("demo:nobody:1", UnknownModelError, "demo:nobody:1"),
+])  # fmt: skip
 def test_a_wrong_mix_is_named(pool, name, kind, words):
     with pytest.raises(kind, match=words) as caught:
         pool.resolve(name)

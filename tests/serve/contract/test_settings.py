@@ -39,17 +39,14 @@ def test_keys_are_not_shown():
     assert "secret" not in repr(Settings(api_keys=("secret",)))
 
 
-@pytest.mark.parametrize(
-    "options, field",
-    [
-        ({"port": -1}, "port"), ({"port": 65536}, "port"), ({"queue_limit": 0}, "queue_limit"), ({"grace_s": -1}, "grace_s"),
-        ({"grace_s": float("nan")}, "grace_s"), ({"timeout_s": 0}, "timeout_s"), ({"timeout_s": float("inf")}, "timeout_s"),
-        ({"cors_origins": ("*",)}, "cors_origin"), ({"cors_origins": ("example.org",)}, "cors_origin"),
-        ({"cors_origins": ("https://example.org/",)}, "cors_origin"), ({"allow_fetch": ("*",)}, "allow_fetch"),
-        ({"allow_fetch": ("http://a",)}, "allow_fetch"), ({"allow_fetch": ("a:80",)}, "allow_fetch"),
-        ({"allow_fetch": ("",)}, "allow_fetch"), ({"allow_fetch": ("a b",)}, "allow_fetch"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options, field", [
+    ({"port": -1}, "port"), ({"port": 65536}, "port"), ({"queue_limit": 0}, "queue_limit"), ({"grace_s": -1}, "grace_s"),
+    ({"grace_s": float("nan")}, "grace_s"), ({"timeout_s": 0}, "timeout_s"), ({"timeout_s": float("inf")}, "timeout_s"),
+    ({"cors_origins": ("*",)}, "cors_origin"), ({"cors_origins": ("example.org",)}, "cors_origin"),
+    ({"cors_origins": ("https://example.org/",)}, "cors_origin"), ({"allow_fetch": ("*",)}, "allow_fetch"),
+    ({"allow_fetch": ("http://a",)}, "allow_fetch"), ({"allow_fetch": ("a:80",)}, "allow_fetch"),
+    ({"allow_fetch": ("",)}, "allow_fetch"), ({"allow_fetch": ("a b",)}, "allow_fetch"),
+])  # fmt: skip
 def test_a_setting_that_cannot_be_is_refused(options, field):
     assert refused(Settings, **options).field == field
 
@@ -106,13 +103,10 @@ def test_folders_below_the_root_are_found(root):
         assert settings.adapter_path(given) == expected
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        "..", "../outside", "client/../../outside", ".", "", "client/medical/../..", "/", "/etc", "nothing", "client/nothing",
-        "C:\\Windows", "\\\\server\\share", "~", "a\0b", "client\0", "x" * 5000, "file:///etc", "//etc", "client/medical/\n",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("given", [
+    "..", "../outside", "client/../../outside", ".", "", "client/medical/../..", "/", "/etc", "nothing", "client/nothing",
+    "C:\\Windows", "\\\\server\\share", "~", "a\0b", "client\0", "x" * 5000, "file:///etc", "//etc", "client/medical/\n",
+])  # fmt: skip
 def test_what_is_no_folder_below_the_root_is_refused_in_the_same_words(root, given):
     error = refused(Settings(adapter_root=root).adapter_path, given)
     assert error.field == "lora_path"

@@ -109,13 +109,10 @@ def check(name, arguments):
         assert 1 <= len(tags) <= 3 and all(isinstance(tag, bool) for tag in tags)
 
 
-@pytest.mark.parametrize(
-    ("form", "several"),
-    [
-        *((form, True) for form in FORMS), ("hermes", False),
-        *(pytest.param(form, False, marks=pytest.mark.slow) for form in FORMS if form != "hermes"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("form", "several"), [
+    *((form, True) for form in FORMS), ("hermes", False),
+    *(pytest.param(form, False, marks=pytest.mark.slow) for form in FORMS if form != "hermes"),
+])  # fmt: skip
 def test_every_answer_that_can_be_drawn_is_calls_of_these_functions(form, several, grammar, tokenizer):
     draw, seen, ended = random.Random(5), set(), 0
     for _ in range(25):
@@ -244,16 +241,12 @@ def test_a_greatest_length_that_no_answer_reaches_is_none(form, grammar):
     grammar.calls(form, [{"name": "f", "parameters": of({"a": {"type": "string", "maxLength": 2**31 - 1}})}], several=False)
 
 
-@pytest.mark.parametrize(
-    ("keyword", "schema"),
-    [
-        ("minProperties", {"type": "object", "additionalProperties": DIGIT, "minProperties": 2}),
-        ("patternProperties", {"type": "object", "patternProperties": {"^a": DIGIT}}),
-        ("minLength", of({"a": {"type": "string", "minLength": 10**6}})),
-        ("pattern", of({"a": {"enum": ["a", "bc"], "pattern": "a"}})),
-        ("type", {"type": "string"}),
-    ],
-)
+@pytest.mark.parametrize(("keyword", "schema"), [
+    ("minProperties", {"type": "object", "additionalProperties": DIGIT, "minProperties": 2}),
+    ("patternProperties", {"type": "object", "patternProperties": {"^a": DIGIT}}),
+    ("minLength", of({"a": {"type": "string", "minLength": 10**6}})),
+    ("pattern", of({"a": {"enum": ["a", "bc"], "pattern": "a"}})), ("type", {"type": "string"}),
+])  # fmt: skip
 def test_what_a_form_of_calls_cannot_enforce_is_refused(keyword, schema, grammar):
     for form in ("gemma4", "qwen-xml"):
         with pytest.raises(RequestError, match=f"parameters of 'f' have '{keyword}'") as caught:

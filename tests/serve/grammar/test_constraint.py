@@ -256,14 +256,11 @@ def test_many_patterns_of_names_are_refused_before_they_are_compiled(schemas):
         assert caught.value.field == "here"
 
 
-@pytest.mark.parametrize(
-    "schemas,are_tools,words",
-    [
-        ([named(900)], False, "its patternProperties are compared in 810000 pairs, the limit is 4096"),
-        ([named(64, anyOf=[{}] * 100)], False, "compared in 413696 pairs, the limit is 4096"),
-        ([named(1)] * 4000 + [named(10)], True, "of all tools are compared in 4100 pairs, the limit is 4096"),
-    ],
-)
+@pytest.mark.parametrize("schemas,are_tools,words", [
+    ([named(900)], False, "its patternProperties are compared in 810000 pairs, the limit is 4096"),
+    ([named(64, anyOf=[{}] * 100)], False, "compared in 413696 pairs, the limit is 4096"),
+    ([named(1)] * 4000 + [named(10)], True, "of all tools are compared in 4100 pairs, the limit is 4096"),
+])  # fmt: skip
 def test_the_refusal_of_many_patterns_names_the_limit_and_the_count(schemas, are_tools, words):
     with pytest.raises(RequestError) as caught:
         check_patterns(schemas, field="here", are_tools=are_tools)

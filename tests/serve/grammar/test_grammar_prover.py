@@ -62,10 +62,9 @@ def prove(prover, do, is_wanted=lambda: True):
     return prover.prove(source(do), lambda: b"vocabulary", is_wanted)
 
 
-@pytest.mark.parametrize(
-    "do, limit, value, words",
-    [("spin", "MOST_S", 0.2, "longer than 0.2 s to compile"), ("eat", "MOST_BYTES", 32 * 2**20, "more than 32 MiB to compile")],
-)
+@pytest.mark.parametrize("do, limit, value, words", [
+    ("spin", "MOST_S", 0.2, "longer than 0.2 s to compile"), ("eat", "MOST_BYTES", 32 * 2**20, "more than 32 MiB to compile"),
+])  # fmt: skip
 def test_a_grammar_beyond_a_limit_ends_its_process_and_is_refused(prover, monkeypatch, do, limit, value, words):
     assert prove(prover, "a").grammars == {"": "a"}
     pid = prover.pid
@@ -300,10 +299,9 @@ def test_a_grammar_that_is_dropped_while_another_is_counted_gives_its_memory_bac
     assert held.nbytes == 0 and not held._by_client
 
 
-@pytest.mark.parametrize(
-    "proof, words",
-    [(Proof({"": "no grammar"}, 7, 2.6), "2.6 s of processor time"), (Proof({"": "no grammar"}, 300 * 2**20), "300 MiB")],
-)
+@pytest.mark.parametrize("proof, words", [
+    (Proof({"": "no grammar"}, 7, 2.6), "2.6 s of processor time"), (Proof({"": "no grammar"}, 300 * 2**20), "300 MiB"),
+])  # fmt: skip
 def test_what_nearly_reached_a_limit_in_the_process_is_not_compiled_again(tokenizer, proof, words):
     grammar = Grammar(tokenizer, [1], lambda *_: proof)
     with pytest.raises(RequestError, match=words):

@@ -43,12 +43,10 @@ def address():
     ]  # fmt: skip
     # The key comes from the environment: on a command line every user of the machine could read it.
     process = subprocess.Popen(
-        command,
-        cwd=ROOT,
+        command, cwd=ROOT,
         env={**ENVIRONMENT, "TRIMTAB_API_KEY": KEY, "TRIMTAB_ADMIN_KEY": ADMIN_KEY},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     try:
         assert process.stderr is not None and process.stderr.readline() == "demo: 3 adapters, 6 rows\n"
         found = process.stderr.readline().split()[0]

@@ -82,13 +82,10 @@ def test_a_picture_is_taken_by_its_size(kind):
     assert "40 x 30" in str(refused(check_image, data, image_pixels=1199))
 
 
-@pytest.mark.parametrize(
-    "width, height, words",
-    [
-        (31_000_000, 1, "the limit per side is 16384"), (16_385, 500, "the limit per side is"),
-        (4_000, 19, "longer to shorter side is 200"), (1, 201, "longer to shorter side is 200"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("width, height, words", [
+    (31_000_000, 1, "the limit per side is 16384"), (16_385, 500, "the limit per side is"),
+    (4_000, 19, "longer to shorter side is 200"), (1, 201, "longer to shorter side is 200"),
+])  # fmt: skip
 def test_a_picture_of_a_senseless_size_is_refused_by_its_header(width, height, words):
     error = refused(check_image, png(width, height))
     assert error.field == FIELD and f"has {width} x {height} pixels" in str(error) and words in str(error)
@@ -131,14 +128,11 @@ def test_what_is_no_picture_is_refused(data):
     assert refused(check_image, data).field == FIELD
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "", "x", "file:///etc/passwd", "/etc/passwd", "data:image/png,abc", "data:text/plain;base64,YQ==",
-        "data:image/svg+xml;base64,YQ==", "data:image/tiff;base64,YQ==", "data:;base64,YQ==", "ftp://a/b",
-        "data:image/png;base64,", "data:image/png;base64,@@", "data:image/png;base64,YQ", "data:image/png;base64,YQ==\n",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("url", [
+    "", "x", "file:///etc/passwd", "/etc/passwd", "data:image/png,abc", "data:text/plain;base64,YQ==",
+    "data:image/svg+xml;base64,YQ==", "data:image/tiff;base64,YQ==", "data:;base64,YQ==", "ftp://a/b",
+    "data:image/png;base64,", "data:image/png;base64,@@", "data:image/png;base64,YQ", "data:image/png;base64,YQ==\n",
+])  # fmt: skip
 def test_what_is_no_data_url_of_a_picture_is_refused(url):
     assert refused(media.from_data_url, url, field=FIELD).field == FIELD
 
@@ -166,13 +160,10 @@ def test_the_header_of_a_wav_may_lie_about_its_bytes():
     assert check_sound(short, audio_s=1) <= 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"rate": 0}, {"rate": 1}, {"rate": 2**31}, {"channels": 0}, {"channels": 200}, {"bits": 4}, {"bits": 12}, {"tag": 2},
-        {"tag": 0x55}, {"samples": 0}, {"extra": b"fmt \x10\0\0\0" + b"\0" * 16}, {"extra": b"junk\0\0\0\0" * 300},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {"rate": 0}, {"rate": 1}, {"rate": 2**31}, {"channels": 0}, {"channels": 200}, {"bits": 4}, {"bits": 12}, {"tag": 2},
+    {"tag": 0x55}, {"samples": 0}, {"extra": b"fmt \x10\0\0\0" + b"\0" * 16}, {"extra": b"junk\0\0\0\0" * 300},
+])  # fmt: skip
 def test_a_wav_of_impossible_kind_is_refused(options):
     assert refused(check_sound, wav(**{"samples": 160, **options})).field == f"{FIELD}.data"
 
@@ -322,15 +313,12 @@ def restored(body):
     return small, cut
 
 
-@pytest.mark.parametrize(
-    "value, count",
-    [
-        ({"image_url": {"url": URL}}, 1), ({"image_url": URL}, 1), ({"data": TEXT}, 1), ([{"url": URL}, {"data": TEXT}], 2),
-        ({"text": URL}, 0), ({"url": TEXT}, 0), ({"url": "data:image/png;base64,AAAA"}, 0), ([URL], 0),
-        ({"note": 'a "quote" and \\ and \\" more', "url": URL}, 1), ({"text": '"url":"' + URL + '"'}, 0),
-        ({"text": "\\" * 100_001, "url": URL}, 1), ({"text": '"' * 2**17, "url": URL}, 1), ({"a": "", "url": URL, "b": ""}, 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("value, count", [
+    ({"image_url": {"url": URL}}, 1), ({"image_url": URL}, 1), ({"data": TEXT}, 1), ([{"url": URL}, {"data": TEXT}], 2),
+    ({"text": URL}, 0), ({"url": TEXT}, 0), ({"url": "data:image/png;base64,AAAA"}, 0), ([URL], 0),
+    ({"note": 'a "quote" and \\ and \\" more', "url": URL}, 1), ({"text": '"url":"' + URL + '"'}, 0),
+    ({"text": "\\" * 100_001, "url": URL}, 1), ({"text": '"' * 2**17, "url": URL}, 1), ({"a": "", "url": URL, "b": ""}, 1),
+])  # fmt: skip
 def test_only_long_base64_of_media_is_cut_out_and_what_is_cut_is_kept(value, count):
     for body in (json.dumps(value).encode(), json.dumps(value, indent=1).encode()):
         small, cut = restored(body)

@@ -92,16 +92,13 @@ def test_the_key_of_the_machine_that_runs_it_counts(monkeypatch):
     assert (settings.api_keys, settings.admin_keys) == (("another",), ("admin",))
 
 
-@pytest.mark.parametrize(
-    "options, given, field",
-    [
-        ({}, {"cpus": 0}, "--cpus-per-replica"), ({}, {"gpus": -1}, "--gpus-per-replica"),
-        ({"device": "cuda"}, {"gpus": 1.5}, "--gpus-per-replica"), ({}, {"gpus": 1}, "--gpus-per-replica"),
-        ({"device": "cuda"}, {"gpus": 0}, "--gpus-per-replica"), ({"device": "cuda:1"}, {}, "device"),
-        ({"device": "auto"}, {"gpus": 0.5}, "gpu_memory"), ({"idle_unload_s": 60.0}, {}, "idle_unload"),
-        ({"adapters": {"one": "/1"}, "weights": {"one": 0.7}}, {}, "--adapter"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options, given, field", [
+    ({}, {"cpus": 0}, "--cpus-per-replica"), ({}, {"gpus": -1}, "--gpus-per-replica"),
+    ({"device": "cuda"}, {"gpus": 1.5}, "--gpus-per-replica"), ({}, {"gpus": 1}, "--gpus-per-replica"),
+    ({"device": "cuda"}, {"gpus": 0}, "--gpus-per-replica"), ({"device": "cuda:1"}, {}, "device"),
+    ({"device": "auto"}, {"gpus": 0.5}, "gpu_memory"), ({"idle_unload_s": 60.0}, {}, "idle_unload"),
+    ({"adapters": {"one": "/1"}, "weights": {"one": 0.7}}, {}, "--adapter"),
+])  # fmt: skip
 def test_what_cannot_hold_on_ray_is_refused(options, given, field):
     with pytest.raises(RequestError) as caught:
         scale.arguments_of([model(**options)], Settings(), **given)
@@ -134,29 +131,23 @@ def serve(*flags, capsys):
     return code, capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--replicas", "2"), ("--ray-address", "auto"), ("--gpus-per-replica", "0"), ("--cpus-per-replica", "1"),
-        ("--print-config", "-"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("flags", [
+    ("--replicas", "2"), ("--ray-address", "auto"), ("--gpus-per-replica", "0"), ("--cpus-per-replica", "1"),
+    ("--print-config", "-"),
+])  # fmt: skip
 def test_what_says_something_of_copies_needs_ray(flags, capsys):
     code, said = serve(*flags, capsys=capsys)
     assert code == 2 and flags[0] in said.err and "without --ray" in said.err
 
 
-@pytest.mark.parametrize(
-    "flags, named",
-    [
-        (("--together", "1"), "--together"), (("--idle-unload", "60"), "--idle-unload"),
-        (("--print-config", "-", "--ray-address", "auto"), "--ray-address"),
-        (("--print-config", "-", "--api-key", KEY), "--api-key"),
-        (("--print-config", "-", "--api-key-file", "keys.txt"), "--api-key-file"),
-        (("--print-config", "-", "--admin-key", KEY), "--admin-key"), (("--print-config", "-", "--port", "0"), "--port"),
-        (("--print-config", "no/such/folder/file.yaml"), "--print-config"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("flags, named", [
+    (("--together", "1"), "--together"), (("--idle-unload", "60"), "--idle-unload"),
+    (("--print-config", "-", "--ray-address", "auto"), "--ray-address"),
+    (("--print-config", "-", "--api-key", KEY), "--api-key"),
+    (("--print-config", "-", "--api-key-file", "keys.txt"), "--api-key-file"),
+    (("--print-config", "-", "--admin-key", KEY), "--admin-key"), (("--print-config", "-", "--port", "0"), "--port"),
+    (("--print-config", "no/such/folder/file.yaml"), "--print-config"),
+])  # fmt: skip
 def test_what_has_no_effect_on_ray_is_refused(flags, named, capsys, monkeypatch):
     monkeypatch.setattr(on_ray, "check_ray", lambda: None)
     code, said = serve("--ray", *flags, capsys=capsys)

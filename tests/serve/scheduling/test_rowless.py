@@ -229,11 +229,10 @@ def test_a_second_pass_of_a_prompt_counts_for_its_key():
     assert status_of_the_next(pool, "/v1/completions", prompt="a", prompt_logprobs=1) == (200, 429)
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]}),
-     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]})],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "body"), [
+    ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+])  # fmt: skip
 def test_tokens_that_are_only_split_or_joined_cost_a_key_nothing(path, body):
     usage = {"prompt_tokens": 100, "completion_tokens": 0}
     pool = MockPool(lambda job: [Event(job.id, "done", finish="stop", usage=usage, result=RESULTS[job.kind])])

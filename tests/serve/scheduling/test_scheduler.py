@@ -493,12 +493,10 @@ def test_short_prompts_go_together_whichever_clients_they_are_of_and_whatever_lo
     assert passes == [("together", ("a0", "a1")), *[("prefill", "b0")] * 4, *[("prefill", "b1")] * 4, ("prefill", "a2")]
 
 
-@given(
-    jobs=st.lists(
-        st.tuples(st.sampled_from("abc"), st.sampled_from([None, "x", "y"]), st.integers(1, 4), st.integers(0, 3)), max_size=25
-    ),
-    rows=st.integers(1, 6),
-)
+@given(jobs=st.lists(
+    st.tuples(st.sampled_from("abc"), st.sampled_from([None, "x", "y"]), st.integers(1, 4), st.integers(0, 3)),
+    max_size=25,
+), rows=st.integers(1, 6))  # fmt: skip
 @settings(deadline=None, max_examples=examples(60))
 def test_a_client_with_a_waiting_prompt_is_passed_by_each_other_client_once(jobs, rows):
     """jobs: (client, adapter, pieces of the prompt, turns before the next one comes). Between two of its prompts that start, no
@@ -609,11 +607,10 @@ def test_an_adapter_that_is_not_prepared_yet_keeps_nobody_back():
     assert ends(told)["first of new"] == "length"
 
 
-@given(
-    moves=st.lists(
-        st.one_of(st.sampled_from([None, "a", "b", "a:0.5+b:0.5", "a:1+c:-1"]), st.integers(min_value=0, max_value=30)), max_size=40
-    )
-)
+@given(moves=st.lists(
+    st.one_of(st.sampled_from([None, "a", "b", "a:0.5+b:0.5", "a:1+c:-1"]), st.integers(min_value=0, max_value=30)),
+    max_size=40,
+))  # fmt: skip
 @settings(deadline=None, max_examples=examples(100))
 def test_uses_counts_the_jobs_of_an_adapter_whatever_came_and_left(moves):
     scheduler, _, _, _ = make(queue_limit=100)
@@ -769,10 +766,9 @@ def test_running_out_of_memory_in_a_prompt_refuses_that_job_alone():
     assert ends(told) == {"good": "length", "big": "error", "after": "length"}
 
 
-@pytest.mark.parametrize(
-    "error",
-    [DeviceError("out of memory", device="cuda:0"), RequestError("rows of this batch use different adapters", field="adapter")],
-)
+@pytest.mark.parametrize("error", [DeviceError("out of memory", device="cuda:0"), RequestError(
+    "rows of this batch use different adapters", field="adapter",
+)])  # fmt: skip
 def test_a_step_without_memory_or_of_rows_that_do_not_go_together_ends_the_one_that_came_last(error):
     scheduler, engine, told, _ = make()
     scheduler.submit(job("first", tokens=9))
@@ -787,15 +783,11 @@ def test_a_step_without_memory_or_of_rows_that_do_not_go_together_ends_the_one_t
 actions = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), st.sampled_from([None, "a", "b", "c"]), st.integers(1, 4), st.integers(1, 6)),
-        st.tuples(st.just("cancel"), st.integers(0, 30)),
-        st.tuples(st.just("turn")),
-        st.tuples(st.just("oom")),
-        st.tuples(st.just("late")),
-        st.tuples(st.just("bad"), st.integers(0, 30)),
-        st.tuples(st.just("wait"), st.floats(0, 2)),
+        st.tuples(st.just("cancel"), st.integers(0, 30)), st.tuples(st.just("turn")), st.tuples(st.just("oom")),
+        st.tuples(st.just("late")), st.tuples(st.just("bad"), st.integers(0, 30)), st.tuples(st.just("wait"), st.floats(0, 2)),
     ),
     max_size=60,
-)
+)  # fmt: skip
 
 
 @settings(max_examples=examples(200), deadline=None)

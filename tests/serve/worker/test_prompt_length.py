@@ -32,14 +32,11 @@ def said(text):
     return [{"role": "user", "content": text}]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        job({"text": "x" * 100_000}), job(said("x" * 100_000)), job(said([{"type": "text", "text": "x"}] * 100_000)),
-        job(said("x"), system="x" * 100_000), job(said("x"), tools=({"name": "x" * 100_000},)),
-        job([{"role": "assistant", "content": None, "tool_calls": [{"arguments": "x" * 100_000}]}]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("asked", [
+    job({"text": "x" * 100_000}), job(said("x" * 100_000)), job(said([{"type": "text", "text": "x"}] * 100_000)),
+    job(said("x"), system="x" * 100_000), job(said("x"), tools=({"name": "x" * 100_000},)),
+    job([{"role": "assistant", "content": None, "tool_calls": [{"arguments": "x" * 100_000}]}]),
+])  # fmt: skip
 def test_no_more_is_tokenized_than_shows_that_a_text_cannot_fit(asked):
     tokenizer = Counting(1)
     with pytest.raises(RequestError) as caught:

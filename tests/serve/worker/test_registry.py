@@ -147,22 +147,19 @@ def test_all_problems_are_told_at_once(write):
     ]
 
 
-@pytest.mark.parametrize(
-    "text, problem",
-    [
-        ("", "has no [models.NAME] table"), ("models = 5", "has no [models.NAME] table"),
-        ("[models]\na = 5", "models.a is not a table"),
-        ('[models.a]\npath = "model"\nrows = 0', "rows=0"), ('[models.a]\npath = "model"\nrows = true', "an integer"),
-        ('[models.a]\npath = "model"\nidle_unload_s = 0', "above zero"),
-        ('[models.a]\npath = "model"\ngpu_memory = "4 apples"', "gpu_memory='4 apples'"),
-        ('[models.a]\npath = "model"\nresident_adapters = 0', "at least 1"),
-        ('[models."a b"]\npath = "model"', "letters, digits"), ('[models."a:b"]\npath = "model"', "letters, digits"),
-        ('[models.a]\nplan = "nothing.json"', "models.a"),
-        ('[models.a]\npath = "model"\n[models.a.adapters]\n"x y" = "adapters/medical"', "letters, digits"),
-        ('[models.a]\npath = "model"\n[models.b]\npath = "model"\n[models.b.adapters]\na = "adapters/medical"',
-         "is also the name of a model"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text, problem", [
+    ("", "has no [models.NAME] table"), ("models = 5", "has no [models.NAME] table"),
+    ("[models]\na = 5", "models.a is not a table"),
+    ('[models.a]\npath = "model"\nrows = 0', "rows=0"), ('[models.a]\npath = "model"\nrows = true', "an integer"),
+    ('[models.a]\npath = "model"\nidle_unload_s = 0', "above zero"),
+    ('[models.a]\npath = "model"\ngpu_memory = "4 apples"', "gpu_memory='4 apples'"),
+    ('[models.a]\npath = "model"\nresident_adapters = 0', "at least 1"),
+    ('[models."a b"]\npath = "model"', "letters, digits"), ('[models."a:b"]\npath = "model"', "letters, digits"),
+    ('[models.a]\nplan = "nothing.json"', "models.a"),
+    ('[models.a]\npath = "model"\n[models.a.adapters]\n"x y" = "adapters/medical"', "letters, digits"),
+    ('[models.a]\npath = "model"\n[models.b]\npath = "model"\n[models.b.adapters]\na = "adapters/medical"',
+     "is also the name of a model"),
+])  # fmt: skip
 def test_a_problem_is_named(write, text, problem):
     assert len(found := problems(write(text))) == 1 and problem in found[0]
 

@@ -473,22 +473,19 @@ def sound(samples, form="WAV"):
 TEXT = {"type": "text", "text": "What is it?"}
 
 
-@pytest.mark.parametrize(
-    "parts, field, words",
-    [
-        ([TEXT, picture(1, 65)], "messages[0].content[1].image_url", "1 x 65 pixels becomes 2 x 134 patches"),
-        ([picture(20, 1300)], "messages[0].content[0].image_url", "becomes 2 x 134 patches, this model has 128 positions"),
-        ([TEXT, sound(159)], "messages[0].content[1].input_audio", "159 samples at 16000 Hz.*too short for a frame"),
-        ([TEXT, sound(160)], "messages[0].content[1].input_audio", "160 samples at 16000 Hz.*too short for a frame"),
-        ([TEXT, {"type": "audio", "audio": b"noise"}], "messages[0].content[1].input_audio", "cannot be decoded .Format not"),
-        ([picture(40, 40), picture(40, 40)], "messages", "the prompt has 2 images, the limit is 1$"),
-        ([TEXT, sound(32_000)], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
-        ([TEXT, sound(32_000, form="MP3")], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
-        ([TEXT, sound(9_000), sound(9_000)], "messages", "the prompt has 1.125 seconds of audio, the limit is 1$"),
-        ([{"type": "text", "text": "long " * 1200}], "messages", "tokens and the answer may have 40, together"),
-        ([{"type": "text", "text": "long " * 5000}], "messages", "more than 768 tokens, the context has 384"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("parts, field, words", [
+    ([TEXT, picture(1, 65)], "messages[0].content[1].image_url", "1 x 65 pixels becomes 2 x 134 patches"),
+    ([picture(20, 1300)], "messages[0].content[0].image_url", "becomes 2 x 134 patches, this model has 128 positions"),
+    ([TEXT, sound(159)], "messages[0].content[1].input_audio", "159 samples at 16000 Hz.*too short for a frame"),
+    ([TEXT, sound(160)], "messages[0].content[1].input_audio", "160 samples at 16000 Hz.*too short for a frame"),
+    ([TEXT, {"type": "audio", "audio": b"noise"}], "messages[0].content[1].input_audio", "cannot be decoded .Format not"),
+    ([picture(40, 40), picture(40, 40)], "messages", "the prompt has 2 images, the limit is 1$"),
+    ([TEXT, sound(32_000)], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
+    ([TEXT, sound(32_000, form="MP3")], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
+    ([TEXT, sound(9_000), sound(9_000)], "messages", "the prompt has 1.125 seconds of audio, the limit is 1$"),
+    ([{"type": "text", "text": "long " * 1200}], "messages", "tokens and the answer may have 40, together"),
+    ([{"type": "text", "text": "long " * 5000}], "messages", "more than 768 tokens, the context has 384"),
+])  # fmt: skip
 def test_media_that_the_model_cannot_read_are_refused_in_the_words_of_http(engine, parts, field, words):
     found = run(engine, ask("bad", prompt=[{"role": "user", "content": parts}]), ask("good"))
     error = found["bad"][1].error
@@ -627,13 +624,10 @@ def test_a_row_whose_scores_are_not_numbers_ends_alone(model, engine, monkeypatc
     assert engine.batch.active == [] and engine._by_row == {}
 
 
-@pytest.mark.parametrize(
-    ("where", "error"),
-    [
-        *((where, KeyError("nobody thought of this")) for where in ("prepare", "sampler", "detokenizer")),
-        ("sampler", PanicError("nobody thought of this")), ("later", PanicError("nobody thought of this")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("where", "error"), [
+    *((where, KeyError("nobody thought of this")) for where in ("prepare", "sampler", "detokenizer")),
+    ("sampler", PanicError("nobody thought of this")), ("later", PanicError("nobody thought of this")),
+])  # fmt: skip
 def test_a_mistake_in_one_request_ends_it_alone(model, engine, monkeypatch, where, error):
     def fail(*args, **kwargs):
         raise error
