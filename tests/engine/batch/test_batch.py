@@ -127,15 +127,11 @@ def test_a_prompt_goes_through_in_pieces(model, monkeypatch):
     assert to_the_end(batch, [batch.join(prompt).row]) == [whole]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0.8, "seed": 3},
-        {"temperature": 1.5, "seed": 4, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
-        {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.3},
-        {"repetition_penalty": 1.5},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.5, "seed": 4, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.3}, {"repetition_penalty": 1.5},
+])  # fmt: skip
 def test_a_seed_draws_what_it_draws_alone(model, options):
     alone = model.answer("Hello", max_new_tokens=16, **options).token_ids
     batch = Batch(model, rows=2)

@@ -107,15 +107,12 @@ def test_top_k_1_is_greedy(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("penalty", [None, PENALTIES[0], PENALTIES[1]])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": LEAST_TEMPERATURE}, {"temperature": 100.0}, {"temperature": 1.0, "top_p": 5e-324},
-        {"temperature": 1.0, "top_p": 1.0}, {"temperature": 1.0, "min_p": 5e-324}, {"temperature": 1.0, "min_p": 1.0},
-        {"temperature": 1.0, "top_k": 2**31 - 1}, {"temperature": 1.0, "top_k": 1}, {"temperature": 0.0},
-        {"temperature": LEAST_TEMPERATURE, "top_p": 5e-324, "min_p": 1.0, "top_k": 1},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {"temperature": LEAST_TEMPERATURE}, {"temperature": 100.0}, {"temperature": 1.0, "top_p": 5e-324},
+    {"temperature": 1.0, "top_p": 1.0}, {"temperature": 1.0, "min_p": 5e-324}, {"temperature": 1.0, "min_p": 1.0},
+    {"temperature": 1.0, "top_k": 2**31 - 1}, {"temperature": 1.0, "top_k": 1}, {"temperature": 0.0},
+    {"temperature": LEAST_TEMPERATURE, "top_p": 5e-324, "min_p": 1.0, "top_k": 1},
+])  # fmt: skip
 def test_at_the_ends_of_every_range_a_token_is_sampled(options, penalty, dtype):
     # Larger logits than any model's, of both signs, and equal ones.
     logits = torch.tensor([3e4, -3e4, 1e-30, 0.0, 3e4, -1.0] * 4).to(dtype).float()

@@ -108,22 +108,19 @@ def test_a_system_text_comes_first(model):
     assert text.index("system") < text.index("Be") < text.index("Hello")
 
 
-@pytest.mark.parametrize(
-    "prompt, options, field",
-    [
-        (17, {}, "prompt"), ([{"role": "wizard", "content": "x"}], {}, "prompt"),
-        ([{"role": "user", "content": [{"type": "video", "video": b""}]}], {}, "prompt"), ([{"role": "user"}], {}, "prompt"),
-        ([{"role": "user", "content": "x"}], {"image": talking.png()}, "image"), ([1, 2, 3], {"image": talking.png()}, "prompt"),
-        ([1, 10**9], {}, "prompt"), ("", {}, "prompt"), (" \n", {}, "prompt"), ([{"role": "user", "content": ""}], {}, "prompt"),
-        ([{"role": "user", "content": [{"type": "text", "text": " "}]}], {"system": "Be kind"}, "prompt"),
-        (
-            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "\n"}], {},
-            "prompt",
-        ),
-        ([{"role": "system", "content": ""}], {}, "prompt"),
-        ([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], {"system": "c"}, "system"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("prompt, options, field", [
+    (17, {}, "prompt"), ([{"role": "wizard", "content": "x"}], {}, "prompt"),
+    ([{"role": "user", "content": [{"type": "video", "video": b""}]}], {}, "prompt"), ([{"role": "user"}], {}, "prompt"),
+    ([{"role": "user", "content": "x"}], {"image": talking.png()}, "image"), ([1, 2, 3], {"image": talking.png()}, "prompt"),
+    ([1, 10**9], {}, "prompt"), ("", {}, "prompt"), (" \n", {}, "prompt"), ([{"role": "user", "content": ""}], {}, "prompt"),
+    ([{"role": "user", "content": [{"type": "text", "text": " "}]}], {"system": "Be kind"}, "prompt"),
+    (
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "\n"}], {},
+        "prompt",
+    ),
+    ([{"role": "system", "content": ""}], {}, "prompt"),
+    ([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], {"system": "c"}, "system"),
+])  # fmt: skip
 def test_what_is_no_question_is_refused(model, prompt, options, field):
     with pytest.raises(RequestError) as caught:
         model.prepare(prompt, **options)
@@ -182,13 +179,10 @@ PARTS = "{% for m in messages %}{{ m.role }}:{% for p in m.content if p.type == 
 USERS = "{% for m in messages if m.role == 'user' %}{{ m.content | trim | upper }}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    "template, system, wanted",
-    [
-        (PARTS, None, "user:Hello"), (PARTS, "Be brief", "system:Be briefuser:Hello"), (USERS, None, "HELLO"),
-        (USERS, "Be brief", "not supported: system"), ("{{ messages[0].role }}", None, "not write the text of the last question"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("template, system, wanted", [
+    (PARTS, None, "user:Hello"), (PARTS, "Be brief", "system:Be briefuser:Hello"), (USERS, None, "HELLO"),
+    (USERS, "Be brief", "not supported: system"), ("{{ messages[0].role }}", None, "not write the text of the last question"),
+])  # fmt: skip
 def test_no_text_is_lost_in_a_template(tmp_path, template, system, wanted):
     folder = talking.build_llama(tmp_path / "llama", chat_template=template)
     asked = WithoutWeights(folder, "bfloat16")

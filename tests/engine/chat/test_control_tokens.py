@@ -256,13 +256,10 @@ def test_a_continued_text_keeps_its_white_space_and_its_control_tokens_stay_text
     assert refused == {"gemma4": ["<|channel>", "<channel|>"], "qwen3": ["</think>"], "qwen3_moe": ["</think>"]}.get(family, [])
 
 
-@pytest.mark.parametrize(
-    "last",
-    [
-        {"role": "user", "content": "the"}, {"role": "assistant", "content": " "}, {"role": "assistant", "content": []},
-        {"role": "assistant", "content": [{"type": "text", "text": "the"}, {"type": "text", "text": ""}]},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("last", [
+    {"role": "user", "content": "the"}, {"role": "assistant", "content": " "}, {"role": "assistant", "content": []},
+    {"role": "assistant", "content": [{"type": "text", "text": "the"}, {"type": "text", "text": ""}]},
+])  # fmt: skip
 def test_only_an_assistants_text_is_continued(last):
     with pytest.raises(RequestError) as caught:
         chat.prepare(asked("llama"), [{"role": "user", "content": "the"}, last], continue_final_message=True)
@@ -358,16 +355,13 @@ def test_plan_says_that_the_tokenizer_names_another_end(tmp_path, capsys, ends, 
     assert ("the tokenizer's end token <turn|> is not among" in capsys.readouterr().err) is is_told
 
 
-@pytest.mark.parametrize(
-    "name, text",
-    [
-        ("tokenizer.json", "{"), ("tokenizer.json", '{"added_tokens": ' + "[" * 10**5),
-        ("tokenizer.json", '{"added_tokens": [5, {"content": "<turn|>", "id": "x"}]}'),
-        ("tokenizer_config.json", '{"eos_token": 5}'),
-        ("tokenizer_config.json", "[]"), ("config.json", '{"text_config": 5}'), ("generation_config.json", "\0"),
-        ("chat_template.jinja", "{{ messages }}"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, text", [
+    ("tokenizer.json", "{"), ("tokenizer.json", '{"added_tokens": ' + "[" * 10**5),
+    ("tokenizer.json", '{"added_tokens": [5, {"content": "<turn|>", "id": "x"}]}'),
+    ("tokenizer_config.json", '{"eos_token": 5}'),
+    ("tokenizer_config.json", "[]"), ("config.json", '{"text_config": 5}'), ("generation_config.json", "\0"),
+    ("chat_template.jinja", "{{ messages }}"),
+])  # fmt: skip
 def test_plan_says_nothing_of_files_that_it_cannot_read(tmp_path, name, text):
     folder, _ = build(tmp_path / "llama", ends=False, names=True)
     (folder / name).write_text(text)

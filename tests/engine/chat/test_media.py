@@ -54,13 +54,10 @@ def test_an_image_is_turned_once_and_as_pillow_turns_it(orientation, kind):
     assert np.array_equal(np.asarray(read_image(turned)), np.asarray(turned))
 
 
-@pytest.mark.parametrize(
-    "source, words",
-    [
-        (b"not a picture", "supported format"), (talking.png()[:200], "cannot be decoded"), ("missing.png", "no such file"),
-        (17, "not a path"), (b"GIF89a" + bytes(40), "supported format"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("source, words", [
+    (b"not a picture", "supported format"), (talking.png()[:200], "cannot be decoded"), ("missing.png", "no such file"),
+    (17, "not a path"), (b"GIF89a" + bytes(40), "supported format"),
+])  # fmt: skip
 def test_what_is_no_picture_is_refused(source, words):
     with pytest.raises(RequestError, match=words) as caught:
         read_image(source)
@@ -152,16 +149,13 @@ def test_samples_are_taken_as_they_are():
     assert np.array_equal(read_audio(samples), samples)
 
 
-@pytest.mark.parametrize(
-    "source, words",
-    [
-        (b"not a sound", "cannot be decoded"), ("missing.wav", "no such file"), (np.zeros((2, 100), np.float32), "one row"),
-        (np.zeros(10, np.int16), "floats from -1 to 1"), (np.array([np.nan], np.float32), "not numbers"),
-        (np.zeros(0, np.float32), "no samples"), ((np.zeros(10, np.float32), 0), "rate from 1000"),
-        ((np.zeros(10, np.float32), 16_000, 1), "rate from 1000"), ((44_100, np.zeros(10, np.float32)), "rate from 1000"),
-        ([0.0, 0.1], "not a path"), (3.5, "not a path"), (talking.wav(form="AIFF"), "AIFF"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("source, words", [
+    (b"not a sound", "cannot be decoded"), ("missing.wav", "no such file"), (np.zeros((2, 100), np.float32), "one row"),
+    (np.zeros(10, np.int16), "floats from -1 to 1"), (np.array([np.nan], np.float32), "not numbers"),
+    (np.zeros(0, np.float32), "no samples"), ((np.zeros(10, np.float32), 0), "rate from 1000"),
+    ((np.zeros(10, np.float32), 16_000, 1), "rate from 1000"), ((44_100, np.zeros(10, np.float32)), "rate from 1000"),
+    ([0.0, 0.1], "not a path"), (3.5, "not a path"), (talking.wav(form="AIFF"), "AIFF"),
+])  # fmt: skip
 def test_what_is_no_sound_is_refused(source, words):
     with pytest.raises(RequestError, match=words) as caught:
         read_audio(source)

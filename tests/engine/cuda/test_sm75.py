@@ -54,14 +54,11 @@ def test_every_kernel_compiles(module, target):
     assert all(name.encode() in code for name in module.NAMES)
 
 
-@pytest.mark.parametrize(
-    ("dim", "dtype", "target"),
-    [
-        (64, torch.float16, TARGET), (256, torch.float16, TARGET), (512, torch.float16, TARGET),
-        *((dim, dtype, target) for dim, dtype in ((256, torch.bfloat16), (512, torch.float16)) for target in ("sm_80", "sm_90")),
-        *(slow_on_cpu(dim, torch.bfloat16, target) for dim in (128, 512) for target in NEWER),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("dim", "dtype", "target"), [
+    (64, torch.float16, TARGET), (256, torch.float16, TARGET), (512, torch.float16, TARGET),
+    *((dim, dtype, target) for dim, dtype in ((256, torch.bfloat16), (512, torch.float16)) for target in ("sm_80", "sm_90")),
+    *(slow_on_cpu(dim, torch.bfloat16, target) for dim in (128, 512) for target in NEWER),
+])  # fmt: skip
 def test_attention_compiles(dim, dtype, target):
     shape = fused.AttentionShape(*((16, 1) if dim == 512 else (8, 2)), dim)
     for turn in (False, True):

@@ -92,11 +92,10 @@ def test_a_merge_is_the_sum_in_float64_rounded_once(form, root, tmp_path):
     assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
 
 
-@pytest.mark.parametrize(
-    ("form", "name"),
-    [("nvfp4-modelopt", "hf_quant_config.json"), ("gptq", "quantize_config.json"), ("awq", "quant_config.json"),
-     ("gptq", "quantization_config.json"), ("ct-int4", None)],
-)  # fmt: skip
+@pytest.mark.parametrize(("form", "name"), [
+    ("nvfp4-modelopt", "hf_quant_config.json"), ("gptq", "quantize_config.json"), ("awq", "quant_config.json"),
+    ("gptq", "quantization_config.json"), ("ct-int4", None),
+])  # fmt: skip
 @pytest.mark.parametrize("requantize", [None, "nf4"])
 def test_a_merge_does_not_say_that_its_weights_are_packed_as_the_bases(form, name, requantize, root, tmp_path):
     base = shutil.copytree(files("llama", form, root)[0], tmp_path / "base")

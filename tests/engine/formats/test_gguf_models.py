@@ -175,11 +175,10 @@ def test_floats_among_packed_weights_leave_those_to_kernels(forms, tmp_path, mon
     assert plan.execution.step.mode == "fused" and "the stack's own products" not in plan.execution.step.reason
 
 
-@pytest.mark.parametrize(
-    ("family", "keys", "context", "is_named"),
-    [("mistral", {}, 4097, True), ("mistral", {}, 4096, False), ("llama", {}, 8192, True), ("qwen3", {}, 8192, False),
-     ("mistral", {"rope.freq_base": 1e6}, 8192, False), ("mistral", {"context_length": 16384}, 8192, False)],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "keys", "context", "is_named"), [
+    ("mistral", {}, 4097, True), ("mistral", {}, 4096, False), ("llama", {}, 8192, True), ("qwen3", {}, 8192, False),
+    ("mistral", {"rope.freq_base": 1e6}, 8192, False), ("mistral", {"context_length": 16384}, 8192, False),
+])  # fmt: skip
 def test_a_plan_names_the_window_that_a_file_of_mistral_lacks(family, keys, context, is_named, tmp_path):
     prefix = "qwen3" if family == "qwen3" else "llama"
     own = {f"{prefix}.{name}": value for name, value in ({"context_length": 32768, "rope.freq_base": 10000.0} | keys).items()}

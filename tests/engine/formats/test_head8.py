@@ -139,11 +139,10 @@ def test_the_kernel_writes_its_rows_alone_and_reads_strided_ones():
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "right, wrong",
-    [("0xc300c300u", "0xc200c200u"), ("first + 8 * half", "first + half"), ("scales[i >> 1]", "scales[0]"),
-     ("2 * t + (i & 1)", "2 * t")],
-)  # fmt: skip
+@pytest.mark.parametrize("right, wrong", [
+    ("0xc300c300u", "0xc200c200u"), ("first + 8 * half", "first + half"), ("scales[i >> 1]", "scales[0]"),
+    ("2 * t + (i & 1)", "2 * t"),
+])  # fmt: skip
 def test_a_kernel_that_computes_wrongly_is_left_out(right, wrong):
     source = head8.source()
     assert right in source

@@ -178,21 +178,18 @@ def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtyp
 
 
 @on_cpu
-@pytest.mark.parametrize(
-    "shape, norm",
-    [
-        (fused.AttentionShape(4, 2, 32, "after", False, 16), ("after", False)),
-        (fused.AttentionShape(4, 2, 32, None, False, 16, turn="pairs", growth=fused.Growth(0.1, 16)), ("after", True)),
-        (fused.AttentionShape(6, 2, 32, None, False, None, turn="wide", has_sinks=True), ("inside", True)),
-        *(
-            pytest.param(fused.AttentionShape(*shape), norm, marks=pytest.mark.slow)
-            for shape, norm in (
-                ((4, 2, 32, None, False), ("after", False)), ((4, 1, 256, "plus_one", False), ("plus_one", True)),
-                ((2, 2, 32, "after", False, 0), ("after", False)), ((4, 2, 256, "plus_one", False, 64), ("plus_one", False)),
-            )
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("shape, norm", [
+    (fused.AttentionShape(4, 2, 32, "after", False, 16), ("after", False)),
+    (fused.AttentionShape(4, 2, 32, None, False, 16, turn="pairs", growth=fused.Growth(0.1, 16)), ("after", True)),
+    (fused.AttentionShape(6, 2, 32, None, False, None, turn="wide", has_sinks=True), ("inside", True)),
+    *(
+        pytest.param(fused.AttentionShape(*shape), norm, marks=pytest.mark.slow)
+        for shape, norm in (
+            ((4, 2, 32, None, False), ("after", False)), ((4, 1, 256, "plus_one", False), ("plus_one", True)),
+            ((2, 2, 32, "after", False, 0), ("after", False)), ((4, 2, 256, "plus_one", False, 64), ("plus_one", False)),
+        )
+    ),
+])  # fmt: skip
 def test_the_check_at_load_passes_for_every_form_of_norms_and_heads(shape, norm):
     """Norms that round in front of their weight, none at all, heads of which a part turns, and other scores."""
     assert fused_check.check(cpu_module(1), widths=(64,), attention=(shape,), norm=norm, dtype=torch.float16, rows=(2,)) is None
@@ -320,13 +317,10 @@ FIRST_SHAPES = {(8, 1, 512): "here", (16, 1, 256): "apart", (10, 1, 128): "here"
 
 
 @on_cpu
-@pytest.mark.parametrize(
-    "heads, kv_heads, dim, combine",
-    [
-        pytest.param(*shape, combine, marks=() if FIRST_SHAPES.get(shape) == combine else pytest.mark.slow)
-        for shape in SHAPES for combine in ("here", "apart")
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("heads, kv_heads, dim, combine", [
+    pytest.param(*shape, combine, marks=() if FIRST_SHAPES.get(shape) == combine else pytest.mark.slow)
+    for shape in SHAPES for combine in ("here", "apart")
+])  # fmt: skip
 def test_attention_is_exact_to_one_rounding_at_every_length(heads, kv_heads, dim, combine, monkeypatch):
     monkeypatch.setattr(fused, "_COMBINE_BYTES", 0 if combine == "apart" else 2**30)
     dtype = torch.float16 if heads == 10 or dim == 64 else torch.bfloat16

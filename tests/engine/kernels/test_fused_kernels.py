@@ -247,11 +247,10 @@ def wide(family, monkeypatch, folder):
     return base, adapters
 
 
-@pytest.mark.parametrize(
-    ("family", "decode", "form"),
-    [("llama", "fused", None), ("llama", "graph", None), ("gemma4", "fused", "mobile"), ("llama", "fused", "nvfp4-ct"),
-     pytest.param("gemma4", "fused", None, marks=pytest.mark.slow)],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "decode", "form"), [
+    ("llama", "fused", None), ("llama", "graph", None), ("gemma4", "fused", "mobile"), ("llama", "fused", "nvfp4-ct"),
+    pytest.param("gemma4", "fused", None, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_step_of_ten_rows_from_the_kernels_is_the_modules(
     on_cpu, replayed, monkeypatch, tmp_path, family, decode, form  # noqa: F811
 ):  # fmt: skip

@@ -137,13 +137,10 @@ def test_random_weights_have_the_layout_of_quantized_ones(quant):
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"kind": "int8"}, "the weight is int8"), ({"shape": (128, 96)}, "not whole blocks of 64"),
-        ({"blocks": (128, 256)}, "blocks of 128"), ({"blocks": (64, 128)}, "nested blocks of 128"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, words", [
+    ({"kind": "int8"}, "the weight is int8"), ({"shape": (128, 96)}, "not whole blocks of 64"),
+    ({"blocks": (128, 256)}, "blocks of 128"), ({"blocks": (64, 128)}, "nested blocks of 128"),
+])  # fmt: skip
 def test_a_weight_that_the_kernel_cannot_take_is_refused_by_name(change, words):
     packed = dataclasses.replace(packed_of(64, 192), **change)
     assert words in matvec.why_not(packed, torch.bfloat16, "cpu")
@@ -166,11 +163,10 @@ def test_types_rows_codes_and_alignment_are_refused_by_name():
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])
-@pytest.mark.parametrize(
-    "rows, columns",
-    [((10240, 10240), 2560), ((2560,), 10240), ((2048, 512, 512), 2560), ((1536,), 12288), ((15360, 15360), 3840),
-     ((3840,), 15360), ((2112, 2112), 2816), ((2816,), 2112), ((256,), 2560), ((2560,), 256), ((17,), 64)],
-)  # fmt: skip
+@pytest.mark.parametrize("rows, columns", [
+    ((10240, 10240), 2560), ((2560,), 10240), ((2048, 512, 512), 2560), ((1536,), 12288), ((15360, 15360), 3840),
+    ((3840,), 15360), ((2112, 2112), 2816), ((2816,), 2112), ((256,), 2560), ((2560,), 256), ((17,), 64),
+])  # fmt: skip
 def test_cuts_cover_every_row_and_column_once_and_fit_the_card(rows, columns, n):
     pair = len(rows) == 2 and rows[0] == rows[1]
     found = cuts.cuts(rows, columns, n, pair=pair, **H200)
@@ -427,12 +423,9 @@ def test_nothing_is_read_or_written_beyond_its_end():
 
 
 @needs_gxx
-@pytest.mark.parametrize(
-    ("dtype", "splits"),
-    [
-        (torch.bfloat16, 2), (torch.float16, 1), slow_on_cpu(torch.bfloat16, 1), slow_on_cpu(torch.float16, 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "splits"), [
+    (torch.bfloat16, 2), (torch.float16, 1), slow_on_cpu(torch.bfloat16, 1), slow_on_cpu(torch.float16, 2),
+])  # fmt: skip
 def test_each_row_uses_its_own_adapter(modules, dtype, splits):
     torch.manual_seed(8)
     rows, columns, n, width = (48, 16, 17), 512, 8, 20
@@ -467,10 +460,9 @@ def test_each_row_uses_its_own_adapter(modules, dtype, splits):
 
 
 @needs_gxx
-@pytest.mark.parametrize(
-    "rows, cut",
-    [pytest.param((48, 16, 17), None, marks=pytest.mark.slow), ((48, 48), held(8, 6, 1, 2, 8, 2, 6)), slow_on_cpu((48, 48), None)],
-)
+@pytest.mark.parametrize("rows, cut", [
+    pytest.param((48, 16, 17), None, marks=pytest.mark.slow), ((48, 48), held(8, 6, 1, 2, 8, 2, 6)), slow_on_cpu((48, 48), None),
+])  # fmt: skip
 def test_fixed_ranks_give_a_row_the_same_bits_beside_larger_adapters(modules, rows, cut):
     """Ranks on both sides of what one thread has of B. Sums in which large values cancel show in which order they are added."""
     torch.manual_seed(21)
@@ -573,15 +565,11 @@ def test_high_ranks_take_several_values_a_block_and_several_threads_an_output(mo
 
 
 @needs_gxx
-@pytest.mark.parametrize(
-    ("kind", "splits", "n"),
-    [
-        *((kind, 1, 5) for kind in fused.ACTIVATIONS),
-        (fused.ACTIVATIONS[0], 2, 1),
-        *(slow_on_cpu(kind, *case) for kind in fused.ACTIVATIONS for case in ((1, 1), (2, 5))),
-        *(slow_on_cpu(kind, 2, 1) for kind in fused.ACTIVATIONS[1:]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "splits", "n"), [
+    *((kind, 1, 5) for kind in fused.ACTIVATIONS), (fused.ACTIVATIONS[0], 2, 1),
+    *(slow_on_cpu(kind, *case) for kind in fused.ACTIVATIONS for case in ((1, 1), (2, 5))),
+    *(slow_on_cpu(kind, 2, 1) for kind in fused.ACTIVATIONS[1:]),
+])  # fmt: skip
 def test_gate_and_product_are_one_launch(modules, n, kind, splits):
     """act(gate) up of two layers, and act(product) other: the same bits as the product and the gate one after the other."""
     torch.manual_seed(11)

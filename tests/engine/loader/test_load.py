@@ -339,14 +339,11 @@ def test_two_answers_at_once_are_refused(built):
         assert model.logits([1, 2, 3]).shape[0] == 3
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("glm4_moe", "model.layers.1.mlp.gate.e_score_correction_bias"), ("mixtral", "model.layers.1.block_sparse_moe.gate.weight"),
-        ("gemma4_moe", "model.language_model.layers.1.router.per_expert_scale"),
-        ("gemma4_moe", "model.language_model.layers.1.router.proj.weight"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "name"), [
+    ("glm4_moe", "model.layers.1.mlp.gate.e_score_correction_bias"), ("mixtral", "model.layers.1.block_sparse_moe.gate.weight"),
+    ("gemma4_moe", "model.language_model.layers.1.router.per_expert_scale"),
+    ("gemma4_moe", "model.language_model.layers.1.router.proj.weight"),
+])  # fmt: skip
 def test_a_router_with_a_value_that_is_no_number_is_refused(family, name, tmp_path):
     """Before anything is loaded. With the first, transformers chooses expert 0 for every token and answers."""
     file = pico.build(family, tmp_path / "m") / "model.safetensors"

@@ -141,11 +141,9 @@ def of_stock(work: tuple[Path, Path, Path], kind: str) -> tuple[Path, dict[str |
     return single, expected | {"single": with_changes(values, single_adapter(values, single, 0)), "dense": of_model(load(base))}
 
 
-@pytest.mark.parametrize(
-    ("work", "tier", "kind"),
-    halved(WORKS, ("resident", "stream", "host", "disk"), ("nf4", "int8"), slow=("gpt_oss",)),
-    indirect=["work"],
-)
+@pytest.mark.parametrize(("work", "tier", "kind"), halved(
+    WORKS, ("resident", "stream", "host", "disk"), ("nf4", "int8"), slow=("gpt_oss",),
+), indirect=["work"])  # fmt: skip
 def test_rows_with_adapters_answer_as_peft_on_the_packed_values_in_every_tier(
     work: tuple[Path, Path, Path], tier: str, kind: str
 ) -> None:

@@ -20,18 +20,15 @@ OPERATIONS = {
     "stack": lambda a, b: torch.stack([a, b], dim=1),
     "cat of casts": lambda a, b: torch.cat([a.to(torch.float32), b.to(torch.float32)], dim=-1),
     "second chunk": lambda a, b: torch.chunk(torch.cat((a, b)), 4, dim=0)[2],
-    "unbind": lambda a, b: a.unbind(0)[3],
-    "transposed": lambda a, b: a.transpose(0, 1),
+    "unbind": lambda a, b: a.unbind(0)[3], "transposed": lambda a, b: a.transpose(0, 1),
     "transposed and packed": lambda a, b: torch.stack([a, b]).transpose(1, 2).contiguous(),
     "view and permute": lambda a, b: a.view(2, 2, 6).permute(1, 0, 2).reshape(4, 6),
-    "index": lambda a, b: a[1:3, ::2],
-    "gather by a real index": lambda a, b: b[torch.tensor([3, 0])],
-    "arithmetic": lambda a, b: (a - 1) * b / 2 + a.float().mean(dim=0),
-    "maximum": lambda a, b: torch.max(a, dim=1).values,
+    "index": lambda a, b: a[1:3, ::2], "gather by a real index": lambda a, b: b[torch.tensor([3, 0])],
+    "arithmetic": lambda a, b: (a - 1) * b / 2 + a.float().mean(dim=0), "maximum": lambda a, b: torch.max(a, dim=1).values,
     "keyword tensors": lambda a, b: torch.where(condition=a > 3, input=a, other=b),
     "sizes": lambda a, b: a.reshape(a.shape[1], a.size(0)) if a.dim() == 2 and a.numel() == 24 else b,
     "parameter": lambda a, b: nn.Parameter(a.T, requires_grad=False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

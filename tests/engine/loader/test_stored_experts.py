@@ -231,16 +231,13 @@ def unchanged(_: dict[str, Tensor]) -> None:
     pass
 
 
-@pytest.mark.parametrize(
-    ("form", "change", "words"),
-    [
-        ("fp8-128", unchanged, "fp8-128x128 has blocks of 128 rows, which 64 rows cut (gate_up_proj)"),
-        ("fp8-tensor", unchanged, "fp8-tensor has a scale for each whole matrix (gate_up_proj)"),
-        ("nvfp4-ct", unchanged, "nvfp4-g16 has a scale for each whole matrix (gate_up_proj)"),
-        ("gptq-ordered", unchanged, "int4-g32-zp-idx has an order of inputs for each matrix (gate_up_proj)"),
-        ("ct-int4", dequantized(3), "gate_up_proj is not made of one packed matrix or several for each expert"),
-    ],
-)
+@pytest.mark.parametrize(("form", "change", "words"), [
+    ("fp8-128", unchanged, "fp8-128x128 has blocks of 128 rows, which 64 rows cut (gate_up_proj)"),
+    ("fp8-tensor", unchanged, "fp8-tensor has a scale for each whole matrix (gate_up_proj)"),
+    ("nvfp4-ct", unchanged, "nvfp4-g16 has a scale for each whole matrix (gate_up_proj)"),
+    ("gptq-ordered", unchanged, "int4-g32-zp-idx has an order of inputs for each matrix (gate_up_proj)"),
+    ("ct-int4", dequantized(3), "gate_up_proj is not made of one packed matrix or several for each expert"),
+])  # fmt: skip
 def test_experts_that_cannot_stay_packed_are_dequantized_and_the_plan_says_why(
     form: str, change: Callable[[dict[str, Tensor]], None], words: str, tmp_path: Path
 ) -> None:

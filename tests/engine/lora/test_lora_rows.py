@@ -152,14 +152,11 @@ def test_a_layer_that_no_routed_adapter_changes_takes_any_shape(tmp_path: Path) 
         assert torch.equal(model.down(x), toy.down(x))
 
 
-@pytest.mark.parametrize(
-    ("call", "field"),
-    [
-        (lambda store: store.set("x"), "adapter"), (lambda store: store.set_rows(["a", "x"]), "adapter"),
-        (lambda store: store.set_rows([]), "rows"), (lambda store: store.set_rows(["a", None], towers={"head": ["a"]}), "towers"),
-        (lambda store: store.set_rows(["a", None], towers={"vision": ["x"]}), "adapter"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "field"), [
+    (lambda store: store.set("x"), "adapter"), (lambda store: store.set_rows(["a", "x"]), "adapter"),
+    (lambda store: store.set_rows([]), "rows"), (lambda store: store.set_rows(["a", None], towers={"head": ["a"]}), "towers"),
+    (lambda store: store.set_rows(["a", None], towers={"vision": ["x"]}), "adapter"),
+])  # fmt: skip
 def test_a_route_refuses_what_it_does_not_know(call: Callable[[AdapterStore], None], field: str, tmp_path: Path) -> None:
     _, _, store = three_adapters(tmp_path)
     store.set("b")

@@ -210,16 +210,13 @@ def test_without_the_cache_they_are_measured_every_time_and_nothing_is_written(c
     assert not file_of().exists()
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        "", "{", "[]", "null", "\x00\xff", '{"host_Bps": 1.0}', json.dumps(asdict(MEASURED) | {"other": 1.0}),
-        json.dumps(asdict(MEASURED) | {"disk_Bps": 0}), json.dumps(asdict(MEASURED) | {"disk_Bps": -1.0}),
-        json.dumps(asdict(MEASURED) | {"disk_Bps": "fast"}), json.dumps(asdict(MEASURED) | {"disk_Bps": None}),
-        json.dumps(asdict(MEASURED) | {"disk_Bps": float("nan")}),
-        json.dumps(asdict(MEASURED) | {"busy_at_s": "noon"}), json.dumps(asdict(MEASURED) | {"busy_at_s": 1e400}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("damaged", [
+    "", "{", "[]", "null", "\x00\xff", '{"host_Bps": 1.0}', json.dumps(asdict(MEASURED) | {"other": 1.0}),
+    json.dumps(asdict(MEASURED) | {"disk_Bps": 0}), json.dumps(asdict(MEASURED) | {"disk_Bps": -1.0}),
+    json.dumps(asdict(MEASURED) | {"disk_Bps": "fast"}), json.dumps(asdict(MEASURED) | {"disk_Bps": None}),
+    json.dumps(asdict(MEASURED) | {"disk_Bps": float("nan")}),
+    json.dumps(asdict(MEASURED) | {"busy_at_s": "noon"}), json.dumps(asdict(MEASURED) | {"busy_at_s": 1e400}),
+])  # fmt: skip
 @pytest.mark.parametrize("has_digest", [False, True], ids=["as it is", "with its digest"])
 def test_a_damaged_cache_is_measured_again_and_replaced(damaged, has_digest, cache):
     file = file_of()
