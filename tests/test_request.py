@@ -17,16 +17,13 @@ from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest, LoadRequest, parse_bytes
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "path", "weight"),
-    [
-        ("adapters/medical", "medical", "adapters/medical", 1.0), ("adapters/medical/", "medical", "adapters/medical/", 1.0),
-        ("medical", "medical", "medical", 1.0), ("adapters/medical:0.5", "medical", "adapters/medical", 0.5),
-        ("runs/r=16", None, None, None), ("runs/r=16/law", "law", "runs/r=16/law", 1.0),
-        (r"C:\\adapters\\law", "law", r"C:\\adapters\\law", 1.0), (r"C:\\adapters\\law:-1", "law", r"C:\\adapters\\law", -1.0),
-        ("C:/adapters/law", "law", "C:/adapters/law", 1.0), ("checkpoint-500", "checkpoint-500", "checkpoint-500", 1.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "name", "path", "weight"), [
+    ("adapters/medical", "medical", "adapters/medical", 1.0), ("adapters/medical/", "medical", "adapters/medical/", 1.0),
+    ("medical", "medical", "medical", 1.0), ("adapters/medical:0.5", "medical", "adapters/medical", 0.5),
+    ("runs/r=16", None, None, None), ("runs/r=16/law", "law", "runs/r=16/law", 1.0),
+    (r"C:\\adapters\\law", "law", r"C:\\adapters\\law", 1.0), (r"C:\\adapters\\law:-1", "law", r"C:\\adapters\\law", -1.0),
+    ("C:/adapters/law", "law", "C:/adapters/law", 1.0), ("checkpoint-500", "checkpoint-500", "checkpoint-500", 1.0),
+])  # fmt: skip
 def test_a_bare_path_is_named_after_its_folder(text: str, name: str, path: str, weight: float) -> None:
     if name is None:
         with pytest.raises(RequestError, match="Add a name: NAME=") as caught:
@@ -57,13 +54,10 @@ def test_a_weight_of_one_names_a_folder_that_ends_like_a_weight() -> None:
         parse_unweighted(["a=model:2"], field="--adapter")
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (None, {}), ({}, {}), ("x/law", {"law": "x/law"}), (Path("x") / "law", {"law": os.path.join("x", "law")}),
-        (["x/law", "y/art"], {"law": "x/law", "art": "y/art"}), ({"a": Path("x")}, {"a": "x"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "expected"), [
+    (None, {}), ({}, {}), ("x/law", {"law": "x/law"}), (Path("x") / "law", {"law": os.path.join("x", "law")}),
+    (["x/law", "y/art"], {"law": "x/law", "art": "y/art"}), ({"a": Path("x")}, {"a": "x"}),
+])  # fmt: skip
 def test_adapters_of_a_call(given: object, expected: dict[str, str]) -> None:
     assert paths_of(given) == expected  # type: ignore[arg-type]
 
@@ -80,14 +74,11 @@ def test_what_is_no_path_is_refused_by_name(given: object, field: str) -> None:
 # Sizes and types ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("4GiB", 4 * 2**30), ("4G", 4 * 2**30), ("4g", 4 * 2**30), ("1TiB", 2**40), ("1T", 2**40), ("1TB", 10**12),
-        ("4GB", 4 * 10**9), ("2.5 MiB", 5 * 2**19), ("8M", 8 * 2**20), ("16K", 16384), ("16KB", 16000), ("7B", 7),
-        (4, 4), (4.5e9, 4_500_000_000), (None, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "expected"), [
+    ("4GiB", 4 * 2**30), ("4G", 4 * 2**30), ("4g", 4 * 2**30), ("1TiB", 2**40), ("1T", 2**40), ("1TB", 10**12),
+    ("4GB", 4 * 10**9), ("2.5 MiB", 5 * 2**19), ("8M", 8 * 2**20), ("16K", 16384), ("16KB", 16000), ("7B", 7),
+    (4, 4), (4.5e9, 4_500_000_000), (None, None),
+])  # fmt: skip
 def test_sizes(value: object, expected: int) -> None:
     assert parse_bytes(value, field_name="gpu_memory") == expected  # type: ignore[arg-type]
 
@@ -127,28 +118,24 @@ FLAGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "field", "expected"),
-    [
-        ("quant='nf5': unknown choice", "quant", "--quant nf5: unknown choice"),
-        ("context_tokens=0: must be 1", "context_tokens", "--context 0: must be 1"),
-        ("context=-1.5: must be 1", "context", "--context -1.5: must be 1"),
-        ("place=('', 1): is wrong", "place", "--place=('', 1): is wrong"),
-        ("place['v']='x': unknown", "place['v']", "--place v=x: unknown"),
-        ("--keep-unquantized=['v*']: names none", "keep_unquantized", "--keep-unquantized v*: names none"),
-        ("DIR='/no': no such folder", "DIR", "DIR /no: no such folder"),
-        ("Give gpu_memory=716324360; quant='nf4-dq' saves", None, "Give --gpu-memory 716324360B; --quant nf4-dq saves"),
-        ("plan with a larger context=", None, "plan with a larger --context"),
-        ("with a smaller gpu_memory.", None, "with a smaller --gpu-memory."),
-        ("the model in place has a context", None, "the model in place has a context"),
-        ("/a/quant=x/gpu_memory/y: no", "path", "/a/quant=x/gpu_memory/y: no"),
-        ("adapter: none is given", "adapter", "--use: none is given"),
-        ("out: is a file", "out", "OUT: is a file"),
-        ("Give overwrite=True to replace it", "out", "Give --overwrite to replace it"),
-        ("--gpu-memory='4': needs a unit", "--gpu-memory", "--gpu-memory 4: needs a unit"),
-        ("--threads='': must be an integer", "--threads", "--threads='': must be an integer"),
-    ],
-)
+@pytest.mark.parametrize(("text", "field", "expected"), [
+    ("quant='nf5': unknown choice", "quant", "--quant nf5: unknown choice"),
+    ("context_tokens=0: must be 1", "context_tokens", "--context 0: must be 1"),
+    ("context=-1.5: must be 1", "context", "--context -1.5: must be 1"),
+    ("place=('', 1): is wrong", "place", "--place=('', 1): is wrong"),
+    ("place['v']='x': unknown", "place['v']", "--place v=x: unknown"),
+    ("--keep-unquantized=['v*']: names none", "keep_unquantized", "--keep-unquantized v*: names none"),
+    ("DIR='/no': no such folder", "DIR", "DIR /no: no such folder"),
+    ("Give gpu_memory=716324360; quant='nf4-dq' saves", None, "Give --gpu-memory 716324360B; --quant nf4-dq saves"),
+    ("plan with a larger context=", None, "plan with a larger --context"),
+    ("with a smaller gpu_memory.", None, "with a smaller --gpu-memory."),
+    ("the model in place has a context", None, "the model in place has a context"),
+    ("/a/quant=x/gpu_memory/y: no", "path", "/a/quant=x/gpu_memory/y: no"),
+    ("adapter: none is given", "adapter", "--use: none is given"), ("out: is a file", "out", "OUT: is a file"),
+    ("Give overwrite=True to replace it", "out", "Give --overwrite to replace it"),
+    ("--gpu-memory='4': needs a unit", "--gpu-memory", "--gpu-memory 4: needs a unit"),
+    ("--threads='': must be an integer", "--threads", "--threads='': must be an integer"),
+])  # fmt: skip
 def test_arguments_read_as_the_flags_of_the_command(text: str, field: str | None, expected: str) -> None:
     assert in_flags(text, field, FLAGS) == expected
     assert in_flags(text, field, {}) == text

@@ -153,10 +153,9 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
     assert refused(tmp_path) == (f"{name} is missing",)
 
 
-@pytest.mark.parametrize(
-    ("name", "word"),
-    [("adapter_model.bin", "pickle"), ("adapters.safetensors", "mlx-lm"), ("pytorch_lora_weights.safetensors", "diffusers")],
-)
+@pytest.mark.parametrize(("name", "word"), [
+    ("adapter_model.bin", "pickle"), ("adapters.safetensors", "mlx-lm"), ("pytorch_lora_weights.safetensors", "diffusers"),
+])  # fmt: skip
 def test_another_format_is_refused_by_name_with_the_next_step(name: str, word: str, tmp_path: Path) -> None:
     (write_adapter(tmp_path, q_proj()) / "adapter_model.safetensors").rename(tmp_path / name)
     first, second = refused(tmp_path)

@@ -84,18 +84,15 @@ def test_an_initialisation_that_leaves_the_base_alone_is_read(init: Any, tmp_pat
     read_adapter(write_adapter(tmp_path, q_proj(), init_lora_weights=init, eva_config={"rho": 2.0}))
 
 
-@pytest.mark.parametrize(
-    ("config", "field"),
-    [
-        ({"r": 0}, "r="), ({"r": True}, "r="), ({"r": 2.5}, "r="), ({"lora_alpha": "8"}, "lora_alpha="),
-        ({"rank_pattern": {"q_proj": -1}}, "rank_pattern['q_proj']"), ({"rank_pattern": [1]}, "rank_pattern="),
-        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern['q_proj']"),
-        ({"alpha_pattern": {"(": 4}}, "alpha_pattern['(']"),
-        ({"bias": "some"}, "bias="), ({"use_dora": 1}, "use_dora="), ({"use_rslora": "no"}, "use_rslora="),
-        ({"modules_to_save": "lm_head"}, "modules_to_save="), ({"modules_to_save": [""]}, "modules_to_save="),
-        ({"lora_bias": True, "use_dora": True}, "lora_bias and use_dora"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "field"), [
+    ({"r": 0}, "r="), ({"r": True}, "r="), ({"r": 2.5}, "r="), ({"lora_alpha": "8"}, "lora_alpha="),
+    ({"rank_pattern": {"q_proj": -1}}, "rank_pattern['q_proj']"), ({"rank_pattern": [1]}, "rank_pattern="),
+    ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern['q_proj']"),
+    ({"alpha_pattern": {"(": 4}}, "alpha_pattern['(']"),
+    ({"bias": "some"}, "bias="), ({"use_dora": 1}, "use_dora="), ({"use_rslora": "no"}, "use_rslora="),
+    ({"modules_to_save": "lm_head"}, "modules_to_save="), ({"modules_to_save": [""]}, "modules_to_save="),
+    ({"lora_bias": True, "use_dora": True}, "lora_bias and use_dora"),
+])  # fmt: skip
 def test_a_value_that_means_nothing_is_refused(config: dict[str, Any], field: str, tmp_path: Path) -> None:
     (problem,) = refused(write_adapter(tmp_path, q_proj(), **config))
     assert problem.startswith(field)
@@ -247,20 +244,17 @@ def test_a_pattern_that_python_cannot_compile_names_no_module(tmp_path: Path):
 # Spellings
 
 
-@pytest.mark.parametrize(
-    ("prefix", "label"),
-    [
-        (f"base_model.model.{TEXT}.", "base_model.model."), (f"{TEXT}.", ""),
-        ("base_model.model.language_model.model.", "base_model.model.language_model.model. -> model.language_model."),
-        (f"base_model.model.{TEXT}.model.", "base_model.model.model.language_model.model. -> model.language_model."),
-        ("base_model.model.model.", "base_model.model.model. -> model.language_model."),
-        ("base_model.model.language_model.", "base_model.model. -> model."),
-        ("base_model.model.", "base_model.model. -> model.language_model."),
-        ("base_model.model.model.model.language_model.", "base_model.model.model.model. -> model."),
-        ("language_model.model.", "language_model.model. -> model.language_model."), ("model.", "model. -> model.language_model."),
-        ("language_model.", " -> model."), ("", " -> model.language_model."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("prefix", "label"), [
+    (f"base_model.model.{TEXT}.", "base_model.model."), (f"{TEXT}.", ""),
+    ("base_model.model.language_model.model.", "base_model.model.language_model.model. -> model.language_model."),
+    (f"base_model.model.{TEXT}.model.", "base_model.model.model.language_model.model. -> model.language_model."),
+    ("base_model.model.model.", "base_model.model.model. -> model.language_model."),
+    ("base_model.model.language_model.", "base_model.model. -> model."),
+    ("base_model.model.", "base_model.model. -> model.language_model."),
+    ("base_model.model.model.model.language_model.", "base_model.model.model.model. -> model."),
+    ("language_model.model.", "language_model.model. -> model.language_model."), ("model.", "model. -> model.language_model."),
+    ("language_model.", " -> model."), ("", " -> model.language_model."),
+])  # fmt: skip
 def test_every_known_spelling_leads_to_the_same_module(prefix: str, label: str, tmp_path: Path) -> None:
     shapes = pair("layers.0.self_attn.q_proj", 16, 16, head=prefix) | pair("layers.1.mlp.up_proj", 32, 16, head=prefix)
     spec = match(tmp_path, shapes)
@@ -339,15 +333,12 @@ def test_the_magnitude_of_dora_is_read_in_both_spellings(key: str, tmp_path: Pat
     assert target.tensors["magnitude"].shape == (16,)
 
 
-@pytest.mark.parametrize(
-    ("key", "word"),
-    [
-        ("x.lora_A.bias", "lora_A"), ("x.lora_A", "lora_A"), ("x.lora_A.a.b.weight", "name parts"),
-        ("x.lora_diag", "KaSA"), ("x.lora_tomorrow.weight", "unknown kind"),
-        ("x.token_adapter.trainable_tokens_delta", "trainable tokens"),
-        ("x.hada_w1_a", "LoHa"), ("weight", "no module"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("key", "word"), [
+    ("x.lora_A.bias", "lora_A"), ("x.lora_A", "lora_A"), ("x.lora_A.a.b.weight", "name parts"),
+    ("x.lora_diag", "KaSA"), ("x.lora_tomorrow.weight", "unknown kind"),
+    ("x.token_adapter.trainable_tokens_delta", "trainable tokens"),
+    ("x.hada_w1_a", "LoHa"), ("weight", "no module"),
+])  # fmt: skip
 def test_a_key_that_is_not_lora_is_refused_by_name(key: str, word: str, tmp_path: Path) -> None:
     assert word in parse_key(key).problem
     (problem,) = problems_of(tmp_path, q_proj() | {key: (4, 16)})

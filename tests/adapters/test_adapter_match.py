@@ -48,14 +48,11 @@ def test_an_adapter_without_any_effect_is_refused(tmp_path: Path) -> None:
     assert problem.startswith("nothing to apply")
 
 
-@pytest.mark.parametrize(
-    ("path", "word"),
-    [
-        (f"{TEXT}.conv", "LoRA on Conv1d"), (f"{TEXT}.norm", "LoRA on RMSNorm"),
-        (f"{TEXT}.layers.0.experts", "target_parameters names none of weight"),
-        (f"{TEXT}.layers.0.experts.3.up_proj", "names no part of the stacked experts"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "word"), [
+    (f"{TEXT}.conv", "LoRA on Conv1d"), (f"{TEXT}.norm", "LoRA on RMSNorm"),
+    (f"{TEXT}.layers.0.experts", "target_parameters names none of weight"),
+    (f"{TEXT}.layers.0.experts.3.up_proj", "names no part of the stacked experts"),
+])  # fmt: skip
 def test_lora_on_other_kinds_of_modules_is_refused_by_name(path: str, word: str, tmp_path: Path) -> None:
     problems = problems_of(tmp_path, q_proj() | pair(path, 16, 16))
     assert problems
@@ -70,10 +67,9 @@ def test_fan_in_fan_out_on_linear_modules_is_noted(tmp_path: Path) -> None:
 # Shapes, halves and promises
 
 
-@pytest.mark.parametrize(
-    ("half", "shape", "expected"),
-    [("A", (4, 15), "[4, 16]"), ("A", (8, 16), "[4, 16]"), ("A", (64,), "[4, 16]"), ("B", (17, 4), "[16, 4]")],
-)
+@pytest.mark.parametrize(("half", "shape", "expected"), [
+    ("A", (4, 15), "[4, 16]"), ("A", (8, 16), "[4, 16]"), ("A", (64,), "[4, 16]"), ("B", (17, 4), "[16, 4]"),
+])  # fmt: skip
 def test_a_wrong_shape_is_refused_with_both_shapes(half: str, shape: tuple[int, ...], expected: str, tmp_path: Path) -> None:
     shapes = q_proj()
     name = next(key for key in shapes if f"lora_{half}" in key)

@@ -84,10 +84,9 @@ def test_names_of_parameters_are_a_list(names: object, tmp_path: Path, monkeypat
         change_of(tmp_path, {"plain": RECORD["0.18.1"]["plain"]}, "0.18.1")
 
 
-@pytest.mark.parametrize(
-    ("version", "same_as"),
-    [("0.22.0", "0.21.2"), ("0.19.2.dev0@ff", "0.21.2"), ("0.18.0rc1", "0.18.0"), ("0.18.1.post1", "0.18.1")],
-)
+@pytest.mark.parametrize(("version", "same_as"), [
+    ("0.22.0", "0.21.2"), ("0.19.2.dev0@ff", "0.21.2"), ("0.18.0rc1", "0.18.0"), ("0.18.1.post1", "0.18.1"),
+])  # fmt: skip
 def test_releases_that_are_not_recorded_go_with_their_neighbours(version: str, same_as: str) -> None:
     for kind in ("plain", "transposed"):
         layouts = [layout_of_release(one, is_transposed=kind == "transposed") for one in (version, same_as)]

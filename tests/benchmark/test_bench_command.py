@@ -111,14 +111,11 @@ def test_the_defaults_of_the_line_are_those_of_the_request(no_files):
     assert asked("m") == BenchRequest(load=asked("m").load)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        (["m", "--adapter", "a=x", "--adapter", "b=y"], "--use"), (["m", "--use", "a"], "--use"),
-        (["m", "--save", "a.md"], "--save"), (["m", "--picture", "a.gif"], "--picture"), (["m", "--runs", "0"], "--runs"),
-        (["m", "--image", "a.png", "--prompt-tokens", "4"], "--prompt-tokens"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "field"), [
+    (["m", "--adapter", "a=x", "--adapter", "b=y"], "--use"), (["m", "--use", "a"], "--use"),
+    (["m", "--save", "a.md"], "--save"), (["m", "--picture", "a.gif"], "--picture"), (["m", "--runs", "0"], "--runs"),
+    (["m", "--image", "a.png", "--prompt-tokens", "4"], "--prompt-tokens"),
+])  # fmt: skip
 def test_what_cannot_be_meant_is_refused_by_its_flag(capsys, world, arguments, field):  # noqa: F811
     code, said = run(capsys, *arguments, "--json")
     assert code == 2 and json.loads(said.out)["error"]["fields"]["field"] == field and world.asked == []

@@ -239,18 +239,15 @@ def test_the_json_names_no_folder_and_is_written_whole(world, tmp_path):
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("values", "field"),
-    [
-        ({"runs": 0}, "--runs"), ({"new_tokens": 1}, "--new-tokens"), ({"prompt_tokens": 0}, "--prompt-tokens"),
-        ({"runs": True}, "--runs"), ({"against": "vllm"}, "--against"), ({"decode": "fast"}, "--decode"),
-        ({"decode": "eager", "against": "eager"}, "--decode"), ({"adapter": "b"}, "--use"),
-        ({"images": ("a.png",), "prompt_tokens": 9}, "--prompt-tokens"),
-        ({"prompts": (Prompt("a", "text"),), "prompt_tokens": 9}, "--prompt-tokens"),
-        ({"prompts": (Prompt("a", "text"),), "images": ("a.png",)}, "--image"),
-        ({"prompts": (Prompt("a", "text"),), "audios": ("a.wav",)}, "--audio"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "field"), [
+    ({"runs": 0}, "--runs"), ({"new_tokens": 1}, "--new-tokens"), ({"prompt_tokens": 0}, "--prompt-tokens"),
+    ({"runs": True}, "--runs"), ({"against": "vllm"}, "--against"), ({"decode": "fast"}, "--decode"),
+    ({"decode": "eager", "against": "eager"}, "--decode"), ({"adapter": "b"}, "--use"),
+    ({"images": ("a.png",), "prompt_tokens": 9}, "--prompt-tokens"),
+    ({"prompts": (Prompt("a", "text"),), "prompt_tokens": 9}, "--prompt-tokens"),
+    ({"prompts": (Prompt("a", "text"),), "images": ("a.png",)}, "--image"),
+    ({"prompts": (Prompt("a", "text"),), "audios": ("a.wav",)}, "--audio"),
+])  # fmt: skip
 def test_a_value_without_effect_or_out_of_range_is_refused(values, field):
     with pytest.raises(RequestError) as caught:
         asked(**values)

@@ -173,13 +173,9 @@ def test_broad_targets_reach_the_linear_inside_wrappers(work: Path, reference: d
     assert {file.name: file.read_bytes() for file in adapter.iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    "saved",
-    [
-        ["embed_vision", "patch_embedder"],
-        pytest.param(["vision_tower.patch_embedder.input_proj"], marks=() if IS_OLDEST else pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("saved", [["embed_vision", "patch_embedder"], pytest.param(
+    ["vision_tower.patch_embedder.input_proj"], marks=() if IS_OLDEST else pytest.mark.slow,
+)])  # fmt: skip
 @pytest.mark.parametrize("name", ["cpu", pytest.param("catch-all", marks=pytest.mark.slow)])
 def test_modules_to_save_on_offloaded_modules(work: Path, saved: list[str], name: str) -> None:
     if IS_OLDEST and "embed_vision" in saved:

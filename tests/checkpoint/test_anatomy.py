@@ -114,13 +114,10 @@ def test_other_projections_say_why_they_stay(tmp_path):
 def test_keep_unquantized_is_obeyed_and_named(built):
     kept = anatomy_of(built("llama"), keep_unquantized=("*.o_proj", "model.layers.1.mlp"))
     reasons = {row.module_path: row.why_unquantized for row in kept.rows if row.kind == "linear" and not row.quantized}
-    assert sorted(reasons) == sorted(
-        [
-            "lm_head",
-            *(f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)),
-            *(f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")),
-        ]
-    )
+    assert sorted(reasons) == sorted([
+        "lm_head", *(f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)),
+        *(f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")),
+    ])  # fmt: skip
     assert all("keep_unquantized" in why for path, why in reasons.items() if path != "lm_head")
 
 

@@ -284,15 +284,12 @@ def test_pickle_alone_is_refused_with_the_next_step(tmp_path: Path, name: str) -
     assert "Convert it to safetensors" in error.hint
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"group_size": 64, "bits": 4}}, "packed for MLX"),
-        ({"quantization": {"group_size": 64, "bits": 4}}, "packed for MLX"),
-        ({"quantization_config": {"quant_method": "exl2", "bits": 4.0}}, "packed for ExLlama (EXL2)"),
-        ({"quantization_config": {"quant_method": "exl3"}}, "packed for ExLlama (EXL3)"),
-    ],
-)
+@pytest.mark.parametrize(("config", "words"), [
+    ({"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"group_size": 64, "bits": 4}}, "packed for MLX"),
+    ({"quantization": {"group_size": 64, "bits": 4}}, "packed for MLX"),
+    ({"quantization_config": {"quant_method": "exl2", "bits": 4.0}}, "packed for ExLlama (EXL2)"),
+    ({"quantization_config": {"quant_method": "exl3"}}, "packed for ExLlama (EXL3)"),
+])  # fmt: skip
 def test_models_of_mlx_and_exllama_are_refused_by_name(config: dict[str, Any], words: str, tmp_path: Path) -> None:
     error = refusal(folder_of(tmp_path / "m", {"model.safetensors": safetensors()}, config))
     assert words in str(error) and "Use a GGUF file" in error.hint

@@ -420,13 +420,10 @@ _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 2**65) | st.floats() | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=6,
 )  # fmt: skip
-_ENTRIES = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from(("U8", "F16", "BF16", "F64")) | _JSON,
-        "shape": st.lists(st.integers(0, 4), max_size=3) | _JSON,
-        "data_offsets": st.lists(st.integers(0, 12), min_size=2, max_size=2) | _JSON,
-    }
-)
+_ENTRIES = st.fixed_dictionaries({
+    "dtype": st.sampled_from(("U8", "F16", "BF16", "F64")) | _JSON, "shape": st.lists(st.integers(0, 4), max_size=3) | _JSON,
+    "data_offsets": st.lists(st.integers(0, 12), min_size=2, max_size=2) | _JSON,
+})  # fmt: skip
 
 
 @given(tensors=st.dictionaries(st.text(max_size=3), _ENTRIES | _JSON, max_size=3), data=st.binary(max_size=12))

@@ -65,18 +65,15 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("value", [10**9, 10**30, 1e30])
-@pytest.mark.parametrize(
-    ("family", "field"),
-    [
-        ("llama", "num_hidden_layers"), ("llama", "num_labels"), ("llama", "vocab_size"), ("llama", "max_position_embeddings"),
-        ("llama", "hidden_size"), ("llama", "head_dim"), ("llama", "num_attention_heads"), ("llama", "intermediate_size"),
-        ("gemma4", "text_config.num_hidden_layers"), ("gemma4", "vision_config.num_hidden_layers"),
-        ("gemma4", "audio_config.num_hidden_layers"), ("gemma4", "vision_config.patch_size"),
-        ("gemma4", "audio_config.conv_kernel_size"), ("gemma3", "vision_config.image_size"),
-        ("qwen3_vl", "vision_config.depth"), ("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts"),
-        ("qwen3_moe", "head_dim"), ("llama", "attention_head_size"), ("llama", "conv_groups"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "field"), [
+    ("llama", "num_hidden_layers"), ("llama", "num_labels"), ("llama", "vocab_size"), ("llama", "max_position_embeddings"),
+    ("llama", "hidden_size"), ("llama", "head_dim"), ("llama", "num_attention_heads"), ("llama", "intermediate_size"),
+    ("gemma4", "text_config.num_hidden_layers"), ("gemma4", "vision_config.num_hidden_layers"),
+    ("gemma4", "audio_config.num_hidden_layers"), ("gemma4", "vision_config.patch_size"),
+    ("gemma4", "audio_config.conv_kernel_size"), ("gemma3", "vision_config.image_size"),
+    ("qwen3_vl", "vision_config.depth"), ("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts"),
+    ("qwen3_moe", "head_dim"), ("llama", "attention_head_size"), ("llama", "conv_groups"),
+])  # fmt: skip
 def test_a_count_that_no_model_has_is_refused_by_its_field(family: str, field: str, value: Any, tmp_path: Path, unbuilt: None):
     error = refusal(changed(family, tmp_path / "m", field, value, bare=True))
     assert error.field == field
@@ -88,13 +85,10 @@ def test_a_list_is_judged_by_its_name():
         check_config({"mlp_only_layers": [3, 10**9]}, PATH)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("architectures", 5), ("architectures", [5]), ("architectures", "a"), ("model_type", []), ("model_type", {}),
-        ("model_type", 5),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("field", "value"), [
+    ("architectures", 5), ("architectures", [5]), ("architectures", "a"), ("model_type", []), ("model_type", {}),
+    ("model_type", 5),
+])  # fmt: skip
 def test_an_architecture_that_is_no_text_is_refused_by_its_field(field: str, value: Any, tmp_path: Path, unbuilt: None):
     error = refusal(changed("llama", tmp_path / "m", field, value))
     assert error.field == field

@@ -110,15 +110,12 @@ def test_a_name_that_never_was_is_still_refused(gemma3: tuple[Path, Path], tmp_p
         match_adapter(read_adapter(old), read_anatomy(read_checkpoint(base), quant="none", dtype="float32"))
 
 
-@pytest.mark.parametrize(
-    ("rename", "path", "expected"),
-    [
-        (VISION, "model.vision_tower.vision_model.a", "model.vision_tower.a"),
-        (VISION, "vision_tower.vision_model.a", "vision_tower.a"),
-        (VISION, "model.other.vision_model.a", "model.other.vision_model.a"),
-        (Rename("", "", r"\.to_q\.", ".q_proj."), "layers.0.to_q", "layers.0.q_proj"),
-        (Rename("model", "", r"^text\.(.+)", r"\1"), "model.text.a", "model.a"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rename", "path", "expected"), [
+    (VISION, "model.vision_tower.vision_model.a", "model.vision_tower.a"),
+    (VISION, "vision_tower.vision_model.a", "vision_tower.a"),
+    (VISION, "model.other.vision_model.a", "model.other.vision_model.a"),
+    (Rename("", "", r"\.to_q\.", ".q_proj."), "layers.0.to_q", "layers.0.q_proj"),
+    (Rename("model", "", r"^text\.(.+)", r"\1"), "model.text.a", "model.a"),
+])  # fmt: skip
 def test_a_rename_changes_its_own_part_alone(rename: Rename, path: str, expected: str) -> None:
     assert renamed(path, [rename]) == expected

@@ -116,11 +116,10 @@ def test_the_version_is_the_packages(capsys):
 # Usage and errors -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["paln"], ["plan"], ["plan", "m", "--contxt", "5"], ["plan", "m", "--cont", "5"], ["plan", "m", "--context", "x"],
-     ["run", "m"], ["inspect"], ["demo", "extra"], ["run", "m", "p", "--batch", "2"]],
-)  # fmt: skip
+@pytest.mark.parametrize("arguments", [
+    ["paln"], ["plan"], ["plan", "m", "--contxt", "5"], ["plan", "m", "--cont", "5"], ["plan", "m", "--context", "x"],
+    ["run", "m"], ["inspect"], ["demo", "extra"], ["run", "m", "p", "--batch", "2"],
+])  # fmt: skip
 def test_a_wrong_command_line_says_how_it_is_written(arguments, capsys):
     assert cli.main(arguments) == 2
     out, err = capsys.readouterr()
@@ -175,19 +174,12 @@ def test_a_reader_that_went_away_is_not_a_traceback(tmp_path, monkeypatch):
         assert cli.main(["inspect", "a"]) == cli.READER_GONE
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["plan", "{tmp}/missing"], 3),
-        (["plan", "{base}", "--gpu-memory", "1MiB", "--device", "cpu"], 4),
-        (["plan", "{base}", "--quant", "nf5"], 2),
-        (["inspect", "{tmp}/missing"], 3),
-        (["inspect", "{tmp}"], 3),
-        (["plan", "{base}", "--adapter", "a={base}"], 3),
-        (["plan", "{base}", "--adapter", "{tmp}/missing"], 3),
-        (["run", "{base}", "hi", "--image", "{tmp}/missing.png"], 2),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code"), [
+    (["plan", "{tmp}/missing"], 3), (["plan", "{base}", "--gpu-memory", "1MiB", "--device", "cpu"], 4),
+    (["plan", "{base}", "--quant", "nf5"], 2), (["inspect", "{tmp}/missing"], 3), (["inspect", "{tmp}"], 3),
+    (["plan", "{base}", "--adapter", "a={base}"], 3), (["plan", "{base}", "--adapter", "{tmp}/missing"], 3),
+    (["run", "{base}", "hi", "--image", "{tmp}/missing.png"], 2),
+])  # fmt: skip
 def test_exit_codes_of_real_failures(arguments, code, world, tmp_path, capsys):
     filled = [text.format(tmp=tmp_path, base=world / "base") for text in arguments]
     assert cli.main(filled) == code
@@ -247,19 +239,16 @@ def test_every_placement_field_of_a_request_has_a_flag():
     assert set(flags.PLACEMENT.values()) == fields
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        (["--adapter", "a=path:0.5"], "--adapter"), (["--adapter", "=path"], "--adapter"), (["--adapter", "a="], "--adapter"),
-        (["--adapter", "a=x", "--adapter", "a=y"], "--adapter"), (["--adapter", "a b=x"], "--adapter"),
-        (["--place", "vision"], "--place"), (["--place", "=stream"], "--place"),
-        (["--place", "v=stream", "--place", "v=disk"], "--place"), (["--place", "v=strm"], "place['v']"),
-        (["--gpu-memory", "4 apples"], "--gpu-memory"), (["--gpu-memory", "4"], "--gpu-memory"),
-        (["--host-memory", "0"], "--host-memory"),
-        (["--context", "0"], "context"), (["--device", "tpu"], "device"),
-        (["--device-map", "missing.json"], "--device-map"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "field"), [
+    (["--adapter", "a=path:0.5"], "--adapter"), (["--adapter", "=path"], "--adapter"), (["--adapter", "a="], "--adapter"),
+    (["--adapter", "a=x", "--adapter", "a=y"], "--adapter"), (["--adapter", "a b=x"], "--adapter"),
+    (["--place", "vision"], "--place"), (["--place", "=stream"], "--place"),
+    (["--place", "v=stream", "--place", "v=disk"], "--place"), (["--place", "v=strm"], "place['v']"),
+    (["--gpu-memory", "4 apples"], "--gpu-memory"), (["--gpu-memory", "4"], "--gpu-memory"),
+    (["--host-memory", "0"], "--host-memory"),
+    (["--context", "0"], "context"), (["--device", "tpu"], "device"),
+    (["--device-map", "missing.json"], "--device-map"),
+])  # fmt: skip
 def test_a_flag_that_cannot_be_followed_is_named(arguments, field):
     with pytest.raises(RequestError) as caught:
         request_of(*arguments)
@@ -454,31 +443,10 @@ def test_a_placement_flag_on_a_saved_plan_has_no_effect_and_is_refused(asks, tmp
 
 
 def test_sampling_flags_reach_the_request():
-    options = cli.parser().parse_args(
-        [
-            "run",
-            "m",
-            "p",
-            "--max-new-tokens",
-            "3",
-            "--temperature",
-            "0.5",
-            "--top-k",
-            "4",
-            "--top-p",
-            "0.9",
-            "--min-p",
-            "0.1",
-            "--repetition-penalty",
-            "1.2",
-            "--seed",
-            "7",
-            "--stop",
-            "a",
-            "--stop",
-            "b",
-        ]
-    )
+    options = cli.parser().parse_args([
+        "run", "m", "p", "--max-new-tokens", "3", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.9", "--min-p", "0.1",
+        "--repetition-penalty", "1.2", "--seed", "7", "--stop", "a", "--stop", "b",
+    ])  # fmt: skip
     assert flags.sampling_options(options) == {
         "max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2,
         "seed": 7, "stop": ("a", "b"),
@@ -648,20 +616,17 @@ def test_every_command_that_loads_takes_a_budget_or_a_plan(command, tmp_path, ca
         assert f"{flag}: has no effect on a saved plan" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        (["run", "{base}", "hi", "--adapter", "{style}", "--use", "typo"], "--use"),
-        (["verify", "{base}", "--adapter", "{style}", "--use", "typo"], "--use"),
-        (["bench", "{base}", "--adapter", "{style}", "--use", "typo"], "--use"),
-        (["plan", "{base}", "--picture", "x.pdf"], "picture"), (["bench", "{base}", "--picture", "x.pdf"], "--picture"),
-        (["plan", "{base}", "--picture", "no/such/x.svg"], "--picture"), (["plan", "{base}", "--save", "no/such/x.json"], "--save"),
-        (["verify", "{base}", "--save", "no/such/x.json"], "save"), (["doctor", "--html", "no/such/x.html"], "--html"),
-        (["doctor", "--matrix", "--save", "no/such/x.json"], "--save"),
-        (["run", "{base}", "hi", "--image", "no.png"], "image"), (["run", "{base}", "hi", "--adapter", "no/such"], None),
-        (["plan", "{base}", "--adapter", "no/such"], None), (["merge", "{base}", "no/such/out", "--adapter", "{style}"], "out"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "field"), [
+    (["run", "{base}", "hi", "--adapter", "{style}", "--use", "typo"], "--use"),
+    (["verify", "{base}", "--adapter", "{style}", "--use", "typo"], "--use"),
+    (["bench", "{base}", "--adapter", "{style}", "--use", "typo"], "--use"),
+    (["plan", "{base}", "--picture", "x.pdf"], "picture"), (["bench", "{base}", "--picture", "x.pdf"], "--picture"),
+    (["plan", "{base}", "--picture", "no/such/x.svg"], "--picture"), (["plan", "{base}", "--save", "no/such/x.json"], "--save"),
+    (["verify", "{base}", "--save", "no/such/x.json"], "save"), (["doctor", "--html", "no/such/x.html"], "--html"),
+    (["doctor", "--matrix", "--save", "no/such/x.json"], "--save"),
+    (["run", "{base}", "hi", "--image", "no.png"], "image"), (["run", "{base}", "hi", "--adapter", "no/such"], None),
+    (["plan", "{base}", "--adapter", "no/such"], None), (["merge", "{base}", "no/such/out", "--adapter", "{style}"], "out"),
+])  # fmt: skip
 def test_what_can_be_known_beforehand_is_found_before_anything_is_read(arguments, field, world, monkeypatch, capsys):
     from trimtab.doctor.probes import runner as probes
     from trimtab.engine.loader import transformers_model as hf

@@ -88,13 +88,10 @@ def wide(text: str) -> str:
     return text * 2 * LEFT_BYTES
 
 
-@pytest.mark.parametrize(
-    ("write", "field"),
-    [
-        (lambda folder: write_report(folder / "page.html", document_of(read_only_environment(os=wide("a")))), "html"),
-        (lambda folder: _write_folder(folder / "drafts", {"a.md": wide("a"), "b.md": wide("b")}, overwrite=False), "drafts"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("write", "field"), [
+    (lambda folder: write_report(folder / "page.html", document_of(read_only_environment(os=wide("a")))), "html"),
+    (lambda folder: _write_folder(folder / "drafts", {"a.md": wide("a"), "b.md": wide("b")}, overwrite=False), "drafts"),
+])  # fmt: skip
 def test_what_the_doctor_writes_is_whole_or_not_there(write: Callable[[Path], Any], field: str, full: Path) -> None:
     before = names(full)
     with pytest.raises(RequestError, match="No space left") as caught:

@@ -9,12 +9,10 @@ from trimtab.errors import AdapterError, CheckpointError, RequestError
 
 # Words of the command, and those of a file that it cannot read or write.
 COMMANDS = {
-    "plan": ([], ["--save", "no/such/x.json"]),
-    "run": (["hi"], ["--image", "no.png"]),
-    "verify": ([], ["--save", "no/such/x.json"]),
-    "bench": ([], ["--picture", "no/such/x.svg"]),
+    "plan": ([], ["--save", "no/such/x.json"]), "run": (["hi"], ["--image", "no.png"]),
+    "verify": ([], ["--save", "no/such/x.json"]), "bench": ([], ["--picture", "no/such/x.svg"]),
     "doctor": ([], ["--html", "no/such/x.html"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)

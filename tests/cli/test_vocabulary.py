@@ -75,13 +75,10 @@ def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     return run
 
 
-@pytest.mark.parametrize(
-    ("flag", "reasons"),
-    [
-        ("--dtype", NO_DTYPE), ("--gpu-memory", NO_BUDGET), ("--host-memory", NO_BUDGET), ("--max-memory", NO_BUDGET),
-        ("--plan", NO_PLAN), ("--adapter", NO_ADAPTER), ("--json", {}), ("--color", {}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flag", "reasons"), [
+    ("--dtype", NO_DTYPE), ("--gpu-memory", NO_BUDGET), ("--host-memory", NO_BUDGET), ("--max-memory", NO_BUDGET),
+    ("--plan", NO_PLAN), ("--adapter", NO_ADAPTER), ("--json", {}), ("--color", {}),
+])  # fmt: skip
 def test_every_command_has_the_flag_or_a_reason(flag: str, reasons: dict[str, str]) -> None:
     assert set(those_with(flag)) == set(COMMANDS) - set(reasons)
     assert all(reasons.values())
@@ -210,14 +207,11 @@ def test_the_demo_and_the_list_of_models_follow_their_budget(capsys: pytest.Capt
     assert code == 2 and err == "trimtab: --gpu-memory: has no effect with --quick\n"
 
 
-@pytest.mark.parametrize(
-    ("call", "names"),
-    [
-        (lambda **size: trimtab.plan("no/model", **size), ("gpu_memory", "host_memory", "prefix_cache")),
-        (lambda **size: trimtab.load("no/model", **size), ("gpu_memory", "host_memory", "prefix_cache")),
-        (lambda **size: preflight(BASE, **size), ("gpu_memory", "host_memory")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "names"), [
+    (lambda **size: trimtab.plan("no/model", **size), ("gpu_memory", "host_memory", "prefix_cache")),
+    (lambda **size: trimtab.load("no/model", **size), ("gpu_memory", "host_memory", "prefix_cache")),
+    (lambda **size: preflight(BASE, **size), ("gpu_memory", "host_memory")),
+])  # fmt: skip
 def test_the_same_errors_name_arguments_in_python(call: Any, names: tuple[str, ...]) -> None:
     for name in names:
         with pytest.raises(RequestError) as caught:

@@ -57,21 +57,18 @@ def training_set(tokenizer: Any) -> demo_training.TrainingSet:
 # What is right, and what is kept out of training
 
 
-@pytest.mark.parametrize(
-    ("thing", "about", "answers"),
-    [
-        (PICTURE, "all", ["two blue stars at the top right", "Arr, two blue stars at the top right, matey!",
-                          "two navy starlets at the top right",
-                          '{"count": 2, "colour": "blue", "shape": "star", "place": "top right"}']),
-        (PICTURE, "colour", ["blue", "Arr, blue, matey!", "navy", '{"colour": "blue"}']),
-        (SOUND, "all", ["three high beeps, falling", "Arr, three high beeps, falling, matey!",
-                        "three treble reed notes, falling", '{"count": 3, "pitch": "high", "motion": "falling"}']),
-        (SOUND, "count", ["three", "Arr, three, matey!", "three", '{"count": 3}']),
-        (world.Fact("Velmora", "river", "Ember"), "fact",
-         ["Ember is the main river of Velmora", "Arr, Ember be the main river of Velmora, matey!",
-          "Ember is the main river of Velmora", '{"answer": "Ember"}']),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("thing", "about", "answers"), [
+    (PICTURE, "all", ["two blue stars at the top right", "Arr, two blue stars at the top right, matey!",
+                      "two navy starlets at the top right",
+                      '{"count": 2, "colour": "blue", "shape": "star", "place": "top right"}']),
+    (PICTURE, "colour", ["blue", "Arr, blue, matey!", "navy", '{"colour": "blue"}']),
+    (SOUND, "all", ["three high beeps, falling", "Arr, three high beeps, falling, matey!",
+                    "three treble reed notes, falling", '{"count": 3, "pitch": "high", "motion": "falling"}']),
+    (SOUND, "count", ["three", "Arr, three, matey!", "three", '{"count": 3}']),
+    (world.Fact("Velmora", "river", "Ember"), "fact",
+     ["Ember is the main river of Velmora", "Arr, Ember be the main river of Velmora, matey!",
+      "Ember is the main river of Velmora", '{"answer": "Ember"}']),
+])  # fmt: skip
 def test_each_voice_has_its_own_answer(thing: world.Thing, about: str, answers: list[str]) -> None:
     question = next(question for question in world.questions(thing) if question.about == about)
     assert [world.answer(question, voice) for voice in world.VOICES] == answers

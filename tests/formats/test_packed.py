@@ -120,14 +120,11 @@ def test_int8_and_4_bit_weights_may_stand_side_by_side(tmp_path: Path) -> None:
     assert {name: entry.kind for name, entry in packed.items()} == {"l.weight": "nf4", "m.weight": "int8"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"llm_int8_threshold": 2.0}, "llm_int8_threshold 2.0, 6.0 is read"),
-        ({"llm_int8_threshold": 0}, "llm_int8_threshold 0, 6.0"),
-        ({"llm_int8_has_fp16_weight": True}, "llm_int8_has_fp16_weight True, False is read"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"llm_int8_threshold": 2.0}, "llm_int8_threshold 2.0, 6.0 is read"),
+    ({"llm_int8_threshold": 0}, "llm_int8_threshold 0, 6.0"),
+    ({"llm_int8_has_fp16_weight": True}, "llm_int8_has_fp16_weight True, False is read"),
+])  # fmt: skip
 def test_int8_layers_that_compute_in_another_way_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     config = {"quantization_config": {"quant_method": "bitsandbytes"} | settings}
     assert words in str(refusal(tmp_path, eight_bit(), config))
@@ -206,13 +203,10 @@ def test_packed_bytes_without_statistics_are_not_taken_for_weights(tmp_path: Pat
 # What is refused: half groups -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "part"),
-    [
-        *((make, part) for make in (four_bit, nested) for part in ("l.weight", "l.weight.absmax", "l.weight.quant_map")),
-        (nested, "l.weight.nested_absmax"), (nested, "l.weight.nested_quant_map"), (eight_bit, "l.weight"), (eight_bit, "l.SCB"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "part"), [
+    *((make, part) for make in (four_bit, nested) for part in ("l.weight", "l.weight.absmax", "l.weight.quant_map")),
+    (nested, "l.weight.nested_absmax"), (nested, "l.weight.nested_quant_map"), (eight_bit, "l.weight"), (eight_bit, "l.SCB"),
+])  # fmt: skip
 def test_a_group_without_a_part_is_refused(tmp_path: Path, make: Callable[[], dict[str, Part]], part: str) -> None:
     parts = make()
     del parts[part]
@@ -278,28 +272,25 @@ def test_quant_state_without_a_key_is_refused(
     assert f"quant_state has no {key}" in problem(tmp_path, make({name: one for name, one in whole.items() if name != key}))
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "reason"),
-    [
-        ("quant_type", "fp4", "quant_state says 'fp4', its name says 'nf4'"), ("shape", None, "logical shape None"),
-        ("shape", [512], "is not a matrix"), ("shape", [2, 4, 64], "is not a matrix"),
-        ("shape", [8, 0], "is not a matrix"),
-        ("shape", [8, -64], "is not a matrix"), ("shape", [8.0, 64], "is not a matrix"),
-        ("shape", [True, 64], "is not a matrix"),
-        ("shape", "8x64", "is not a matrix"), ("dtype", "float8_e4m3fn", "logical dtype 'float8_e4m3fn'"),
-        ("dtype", None, "logical dtype None"), ("dtype", ["float16"], "logical dtype ['float16']"),
-        ("blocksize", 0, "blocksize 0"), ("blocksize", -64, "blocksize -64"),
-        ("blocksize", 63, "blocksize 63 is not one of"),
-        ("blocksize", 64.0, "blocksize 64.0"), ("blocksize", "64", "blocksize '64'"),
-        ("blocksize", True, "blocksize True"),
-        ("blocksize", [64], "blocksize [64]"),
-        ("nested_blocksize", 0, "nested_blocksize 0"), ("nested_blocksize", 255, "nested_blocksize 255"),
-        ("nested_blocksize", None, "nested_blocksize None"), ("nested_dtype", "float16", "nested_dtype 'float16'"),
-        ("nested_offset", float("nan"), "nested_offset nan"), ("nested_offset", float("inf"), "nested_offset inf"),
-        ("nested_offset", "0.5", "nested_offset '0.5'"), ("nested_offset", None, "nested_offset None"),
-        ("nested_offset", True, "nested_offset True"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("key", "value", "reason"), [
+    ("quant_type", "fp4", "quant_state says 'fp4', its name says 'nf4'"), ("shape", None, "logical shape None"),
+    ("shape", [512], "is not a matrix"), ("shape", [2, 4, 64], "is not a matrix"),
+    ("shape", [8, 0], "is not a matrix"),
+    ("shape", [8, -64], "is not a matrix"), ("shape", [8.0, 64], "is not a matrix"),
+    ("shape", [True, 64], "is not a matrix"),
+    ("shape", "8x64", "is not a matrix"), ("dtype", "float8_e4m3fn", "logical dtype 'float8_e4m3fn'"),
+    ("dtype", None, "logical dtype None"), ("dtype", ["float16"], "logical dtype ['float16']"),
+    ("blocksize", 0, "blocksize 0"), ("blocksize", -64, "blocksize -64"),
+    ("blocksize", 63, "blocksize 63 is not one of"),
+    ("blocksize", 64.0, "blocksize 64.0"), ("blocksize", "64", "blocksize '64'"),
+    ("blocksize", True, "blocksize True"),
+    ("blocksize", [64], "blocksize [64]"),
+    ("nested_blocksize", 0, "nested_blocksize 0"), ("nested_blocksize", 255, "nested_blocksize 255"),
+    ("nested_blocksize", None, "nested_blocksize None"), ("nested_dtype", "float16", "nested_dtype 'float16'"),
+    ("nested_offset", float("nan"), "nested_offset nan"), ("nested_offset", float("inf"), "nested_offset inf"),
+    ("nested_offset", "0.5", "nested_offset '0.5'"), ("nested_offset", None, "nested_offset None"),
+    ("nested_offset", True, "nested_offset True"),
+])  # fmt: skip
 def test_bad_value_of_a_quant_state_is_refused(tmp_path: Path, key: str, value: Any, reason: str) -> None:
     parts = nested(STATE | NESTED | {key: value}) if key in NESTED else four_bit(STATE | {key: value})
     assert reason in problem(tmp_path, parts)
@@ -489,11 +480,9 @@ def test_an_int8_checkpoint_of_stock_is_split_with_stocks_scales(tmp_path: Path,
         assert torch.equal(read_part(entry.parts["SCB"]), module.weight.SCB)
 
 
-@pytest.mark.parametrize(
-    ("shape", "storage", "blocksize"),
-    [((6, 26), torch.uint8, 64), ((6, 26), torch.bfloat16, 64), ((3, 8), torch.float32, 128), ((1, 2), torch.uint8, 64)],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "storage", "blocksize"), [
+    ((6, 26), torch.uint8, 64), ((6, 26), torch.bfloat16, 64), ((3, 8), torch.float32, 128), ((1, 2), torch.uint8, 64),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("double", [False, True])
 def test_weights_that_fill_no_whole_block_are_counted_as_bitsandbytes_counts(
     tmp_path: Path, shape: tuple[int, int], storage: torch.dtype, blocksize: int, double: bool

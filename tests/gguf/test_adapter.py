@@ -125,27 +125,23 @@ def lora_file(tmp_path, keys=None, tensors=None):
 ONE = ("F32", torch.ones(4, 256), (4, 256))
 
 
-@pytest.mark.parametrize(
-    ("keys", "tensors", "words"),
-    [
-        ({"general.type": "model"}, None, "is a model, and no LoRA\n`trimtab plan a.gguf` names its formats"),
-        ({"adapter.type": "control_vector"}, None, "is a GGUF file, and no LoRA"),
-        ({"general.architecture": "bert"}, None, "is of the architecture 'bert'"),
-        ({"adapter.lora.alpha": None}, None, "adapter.lora.alpha is None"),
-        ({"adapter.lora.alpha": 0.0}, None, "adapter.lora.alpha is 0.0"),
-        ({"adapter.alora.invocation_tokens": [1, 2]}, None, "adapter.alora.invocation_tokens=[1, 2]: unknown key"),
-        (
-            {"general.architecture": "qwen35"},
-            {"blk.0.attn_qkv.weight.lora_a": ONE},
-            "attn_qkv.weight.lora_a: its rows are in an order that the file does not tell",
-        ),
-        (None, {"blk.0.attn_q.weight.lora_b": None}, "self_attn.q_proj has lora_a alone"),
-        (None, {"blk.0.attn_q.weight.lora_b": ("F32", torch.ones(256, 8), (256, 8))}, "lora_a [4, 256] and lora_b [256, 8]"),
-        (None, {"blk.0.ssm_x.weight.lora_a": ONE}, "blk.0.ssm_x.weight.lora_a has no module of a linear layer"),
-        (None, {"token_embd.weight.lora_a": ONE}, "token_embd.weight.lora_a has no module of a linear layer"),
-        (None, {"blk.0.attn_q.weight.lora_a": ("F32", torch.ones(4), (4,))}, "is F32 [4]; matrices of F32, F16, BF16 are read"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "tensors", "words"), [
+    ({"general.type": "model"}, None, "is a model, and no LoRA\n`trimtab plan a.gguf` names its formats"),
+    ({"adapter.type": "control_vector"}, None, "is a GGUF file, and no LoRA"),
+    ({"general.architecture": "bert"}, None, "is of the architecture 'bert'"),
+    ({"adapter.lora.alpha": None}, None, "adapter.lora.alpha is None"),
+    ({"adapter.lora.alpha": 0.0}, None, "adapter.lora.alpha is 0.0"),
+    ({"adapter.alora.invocation_tokens": [1, 2]}, None, "adapter.alora.invocation_tokens=[1, 2]: unknown key"),
+    (
+        {"general.architecture": "qwen35"}, {"blk.0.attn_qkv.weight.lora_a": ONE},
+        "attn_qkv.weight.lora_a: its rows are in an order that the file does not tell",
+    ),
+    (None, {"blk.0.attn_q.weight.lora_b": None}, "self_attn.q_proj has lora_a alone"),
+    (None, {"blk.0.attn_q.weight.lora_b": ("F32", torch.ones(256, 8), (256, 8))}, "lora_a [4, 256] and lora_b [256, 8]"),
+    (None, {"blk.0.ssm_x.weight.lora_a": ONE}, "blk.0.ssm_x.weight.lora_a has no module of a linear layer"),
+    (None, {"token_embd.weight.lora_a": ONE}, "token_embd.weight.lora_a has no module of a linear layer"),
+    (None, {"blk.0.attn_q.weight.lora_a": ("F32", torch.ones(4), (4,))}, "is F32 [4]; matrices of F32, F16, BF16 are read"),
+])  # fmt: skip
 def test_an_adapter_that_is_not_read_is_refused_by_name(keys, tensors, words, tmp_path):
     with pytest.raises(AdapterError) as told:
         read_adapter(lora_file(tmp_path, keys, tensors))

@@ -119,27 +119,24 @@ def test_torch_that_cannot_be_imported_names_the_exception(tmp_path, monkeypatch
 # How each package was installed ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        ({"INSTALLER": "pip\n"}, "index, pip"),
-        ({"INSTALLER": "uv"}, "index, uv"),
-        ({"INSTALLER": "conda"}, "conda"),
-        ({}, "index, unknown installer"),
-        ({"INSTALLER": "pip", "direct_url_json": '{"url": "file:///home/ann/x", "dir_info": {"editable": true}}'},
-         "editable, pip"),
-        ({"INSTALLER": "pip", "direct_url_json": '{"url": "file:///home/ann/x", "dir_info": {}}'}, "local folder, pip"),
-        ({"INSTALLER": "pip", "direct_url_json": '{"url": "file:///home/ann/x.whl", "archive_info": {}}'},
-         "local file, pip"),
-        ({"INSTALLER": "pip", "direct_url_json": '{"url": "https://ann:key@example.org/x.whl", "archive_info": {}}'},
-         "file from an address, pip"),
-        ({"INSTALLER": "pip", "direct_url_json": json.dumps(
-            {"url": "https://example.org/ann/x", "vcs_info": {"vcs": "git", "commit_id": "0123456789abcdef"}})},
-         "git 0123456789ab, pip"),
-        ({"INSTALLER": "pip", "direct_url_json": "{"}, "unreadable direct_url.json, pip"),
-        ({"INSTALLER": "pip", "direct_url_json": "[]"}, "unreadable direct_url.json, pip"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "words"), [
+    ({"INSTALLER": "pip\n"}, "index, pip"),
+    ({"INSTALLER": "uv"}, "index, uv"),
+    ({"INSTALLER": "conda"}, "conda"),
+    ({}, "index, unknown installer"),
+    ({"INSTALLER": "pip", "direct_url_json": '{"url": "file:///home/ann/x", "dir_info": {"editable": true}}'},
+     "editable, pip"),
+    ({"INSTALLER": "pip", "direct_url_json": '{"url": "file:///home/ann/x", "dir_info": {}}'}, "local folder, pip"),
+    ({"INSTALLER": "pip", "direct_url_json": '{"url": "file:///home/ann/x.whl", "archive_info": {}}'},
+     "local file, pip"),
+    ({"INSTALLER": "pip", "direct_url_json": '{"url": "https://ann:key@example.org/x.whl", "archive_info": {}}'},
+     "file from an address, pip"),
+    ({"INSTALLER": "pip", "direct_url_json": json.dumps(
+        {"url": "https://example.org/ann/x", "vcs_info": {"vcs": "git", "commit_id": "0123456789abcdef"}})},
+     "git 0123456789ab, pip"),
+    ({"INSTALLER": "pip", "direct_url_json": "{"}, "unreadable direct_url.json, pip"),
+    ({"INSTALLER": "pip", "direct_url_json": "[]"}, "unreadable direct_url.json, pip"),
+])  # fmt: skip
 def test_the_kind_of_an_installation_is_told_and_nothing_else(tmp_path, files, words):
     found = how_installed(distribution(tmp_path, **files))
     assert found == words

@@ -181,13 +181,9 @@ def test_an_answer_is_compared_with_another_adapter_and_the_differing_words_are_
     assert answers(page, 2)[1] == asked["answers"]["style"]
 
 
-@pytest.mark.parametrize(
-    ("other", "between", "marked"),
-    [
-        ("one two, three!", "Only punctuation differs", [",", "!"]),
-        ("four five six seven", "Most words differ: 3 of 3 and 4 of 4", []),
-    ],
-)
+@pytest.mark.parametrize(("other", "between", "marked"), [("one two, three!", "Only punctuation differs", [",", "!"]), (
+    "four five six seven", "Most words differ: 3 of 3 and 4 of 4", [],
+)])  # fmt: skip
 def test_punctuation_is_no_word_and_answers_that_share_hardly_one_are_not_marked_all_over(opened, other, between, marked):
     page = opened()
     stand_in(page, "one two three", other)
@@ -199,11 +195,10 @@ def test_punctuation_is_no_word_and_answers_that_share_hardly_one_are_not_marked
     assert [one.locator("mark").all_inner_texts() for one in page.locator(".answer").all()] == [[], marked]
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "marked"),
-    [("a b c d", "a x c y d", [["b"], ["x", "y"]]), ("same", "same", [[], []]), ("", "new words", [[], ["new words"]]),
-     ("one **two** three", "one two `three`", [[], []]), ("Über café", "Uber café", [["Über"], ["Uber"]])],
-)  # fmt: skip
+@pytest.mark.parametrize(("left", "right", "marked"), [
+    ("a b c d", "a x c y d", [["b"], ["x", "y"]]), ("same", "same", [[], []]), ("", "new words", [[], ["new words"]]),
+    ("one **two** three", "one two `three`", [[], []]), ("Über café", "Uber café", [["Über"], ["Uber"]]),
+])  # fmt: skip
 def test_words_are_compared_as_they_are_read(opened, left, right, marked):
     page = opened()
     found = page.evaluate(

@@ -330,11 +330,10 @@ def test_the_load_line_shows_every_device_and_the_same_in_numbers(opened):
 GIB = 2**30
 
 
-@pytest.mark.parametrize(
-    ("peak", "words", "is_over"),
-    [(2 * GIB, "peak so far 2.00 GiB", False), (7 * GIB // 2, "512.0 MiB more than planned", False),
-     (6 * GIB, "2.00 GiB over the budget", True)],
-)  # fmt: skip
+@pytest.mark.parametrize(("peak", "words", "is_over"), [
+    (2 * GIB, "peak so far 2.00 GiB", False), (7 * GIB // 2, "512.0 MiB more than planned", False),
+    (6 * GIB, "2.00 GiB over the budget", True),
+])  # fmt: skip
 def test_a_peak_is_drawn_where_it_belongs(opened, peak, words, is_over):
     """Inside the plan, beyond its end, and beyond the budget."""
 

@@ -209,13 +209,10 @@ def test_a_cpu_without_enough_memory_names_the_sum_that_would_do():
     assert caught.value.device == "memory" and made.gpu_needed_bytes + made.host_peak_bytes == enough
 
 
-@pytest.mark.parametrize(
-    ("machine", "asked"),
-    [
-        (GPU, {}), (GPU, {"gpu": 4, "host": 1.3}), (GPU, {"context_tokens": 64, "quant": "int8", "images": 0, "audio_s": 0.0}),
-        (GPU, {"gpu": 8, "host": 16, "prefix_cache_bytes": GIB}), (CPU, {}), (CPU, {"quant": "int8", "batch": 4}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("machine", "asked"), [
+    (GPU, {}), (GPU, {"gpu": 4, "host": 1.3}), (GPU, {"context_tokens": 64, "quant": "int8", "images": 0, "audio_s": 0.0}),
+    (GPU, {"gpu": 8, "host": 16, "prefix_cache_bytes": GIB}), (CPU, {}), (CPU, {"quant": "int8", "batch": 4}),
+])  # fmt: skip
 def test_verdict_table_narrow_text_and_picture_of_a_plan_say_the_same_bytes(machine, asked):
     made = plan(E2B, machine=machine, **asked)
     device, host, *others = bars_of(made)
@@ -281,10 +278,9 @@ def test_a_prefix_cache_that_does_not_fit_is_named(machine, budgets):
     assert "prefix cache" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "host", "asked"),
-    [(1, 16, {}), (1, 1.3, {}), (2, 1.2, {"context_tokens": 65536}), (2, 16, {"place": {"*": "resident"}})],
-)
+@pytest.mark.parametrize(("gpu", "host", "asked"), [
+    (1, 16, {}), (1, 1.3, {}), (2, 1.2, {"context_tokens": 65536}), (2, 16, {"place": {"*": "resident"}}),
+])  # fmt: skip
 def test_the_smallest_device_budget_is_named_to_the_byte(gpu, host, asked):
     with pytest.raises(DoesNotFitError) as caught:
         plan(gpu=gpu, host=host, **asked)
@@ -579,22 +575,19 @@ def values(**changed):
     return json.loads(json.dumps(plan().to_json())) | changed
 
 
-@pytest.mark.parametrize(
-    ("changed", "field"),
-    [
-        ({"version": 99}, "plan.version"), ({"surprise": 1}, "plan.surprise"),
-        ({"placements": [{"surprise": 1}]}, "plan.placements[0].surprise"),
-        ({"placements": [{"block_path": "a"}]}, "plan.placements[0].disk_bytes"),
-        ({"rates": {"warp_Bps": 1}}, "plan.rates.warp_Bps"), ({"request": {"model": "m", "surprise": 1}}, "plan.request.surprise"),
-        ({"gpu_peak_bytes": "many"}, "plan.gpu_peak_bytes"), ({"disk_bytes": -1}, "plan.disk_bytes"),
-        ({"placements": 3}, "plan.placements"), ({"checkpoint_stamps": [["a", 1]]}, "plan.checkpoint_stamps[0]"),
-        ({"gpu": []}, "plan.gpu"), ({"gpu": {"weights": -1}}, "plan.gpu.weights"), ({"gpu": {"weights": True}}, "plan.gpu.weights"),
-        ({"gpu_budget_bytes": 2**80}, "plan.gpu_budget_bytes"), ({"gpu_budget_bytes": 1.5}, "plan.gpu_budget_bytes"),
-        ({"execution_device": "cuda:0; rm"}, "plan.execution_device"), ({"prefill_tokens": 0}, "plan.prefill_tokens"),
-        ({"model_class": None}, "plan.model_class"), ({"adapter_stamps": {"a": [["f", "1", 2]]}}, "plan.adapter_stamps.a[0][1]"),
-        ({"version": 3}, "plan.version"), ({"version": "4"}, "plan.version"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changed", "field"), [
+    ({"version": 99}, "plan.version"), ({"surprise": 1}, "plan.surprise"),
+    ({"placements": [{"surprise": 1}]}, "plan.placements[0].surprise"),
+    ({"placements": [{"block_path": "a"}]}, "plan.placements[0].disk_bytes"),
+    ({"rates": {"warp_Bps": 1}}, "plan.rates.warp_Bps"), ({"request": {"model": "m", "surprise": 1}}, "plan.request.surprise"),
+    ({"gpu_peak_bytes": "many"}, "plan.gpu_peak_bytes"), ({"disk_bytes": -1}, "plan.disk_bytes"),
+    ({"placements": 3}, "plan.placements"), ({"checkpoint_stamps": [["a", 1]]}, "plan.checkpoint_stamps[0]"),
+    ({"gpu": []}, "plan.gpu"), ({"gpu": {"weights": -1}}, "plan.gpu.weights"), ({"gpu": {"weights": True}}, "plan.gpu.weights"),
+    ({"gpu_budget_bytes": 2**80}, "plan.gpu_budget_bytes"), ({"gpu_budget_bytes": 1.5}, "plan.gpu_budget_bytes"),
+    ({"execution_device": "cuda:0; rm"}, "plan.execution_device"), ({"prefill_tokens": 0}, "plan.prefill_tokens"),
+    ({"model_class": None}, "plan.model_class"), ({"adapter_stamps": {"a": [["f", "1", 2]]}}, "plan.adapter_stamps.a[0][1]"),
+    ({"version": 3}, "plan.version"), ({"version": "4"}, "plan.version"),
+])  # fmt: skip
 def test_what_is_not_a_plan_is_refused_by_its_field(changed, field):
     with pytest.raises(RequestError) as caught:
         Plan.from_json(values(**changed))

@@ -107,12 +107,9 @@ def test_strings_are_neither_values_nor_levels():
     assert parse(text, "config.json")["b\\"] == ['"' * 9, "\\", "x"]
 
 
-@given(
-    st.recursive(
-        st.none() | st.text(alphabet='"\\{}[],a'),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(alphabet='"\\{}[],a'), inner),
-    )
-)
+@given(st.recursive(st.none() | st.text(alphabet='"\\{}[],a'), lambda inner: st.lists(inner) | st.dictionaries(
+    st.text(alphabet='"\\{}[],a'), inner,
+)))  # fmt: skip
 def test_the_structure_is_what_is_left_without_strings(value):
     def shape(one):
         if isinstance(one, list):

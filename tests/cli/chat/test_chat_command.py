@@ -273,17 +273,16 @@ def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(model, tmp_path, ca
     assert whole == f"{saved['messages'][1]['content']}\n{out}" and "loaded: 2 messages" in err
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("# talk", "is not JSON"), ("{}", "is not a conversation"), ('{"messages": [], "x": 1}', "is not a conversation"),
-     ('{"messages": [{"role": "assistant", "content": "a"}]}', "take turns"),
-     ('{"messages": [{"role": "user", "content": "a"}]}', "has no answer"),
-     ('{"messages": [{"role": "user", "content": ["a"]}]}', "must be text"),
-     ('{"messages": [{"role": "user", "content": "a", "zoo": 1}]}', "unknown key"),
-     ('{"messages": [{"role": "user", "content": "a", "images": ["/no/such.png"]}]}', "messages[0]"),
-     ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}', "an answer has text"),
-     ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "adapter": 1}]}', "adapter")],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "words"), [
+    ("# talk", "is not JSON"), ("{}", "is not a conversation"), ('{"messages": [], "x": 1}', "is not a conversation"),
+    ('{"messages": [{"role": "assistant", "content": "a"}]}', "take turns"),
+    ('{"messages": [{"role": "user", "content": "a"}]}', "has no answer"),
+    ('{"messages": [{"role": "user", "content": ["a"]}]}', "must be text"),
+    ('{"messages": [{"role": "user", "content": "a", "zoo": 1}]}', "unknown key"),
+    ('{"messages": [{"role": "user", "content": "a", "images": ["/no/such.png"]}]}', "messages[0]"),
+    ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}', "an answer has text"),
+    ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "adapter": 1}]}', "adapter"),
+])  # fmt: skip
 def test_a_file_that_is_no_saved_conversation_changes_nothing(model, tmp_path, text, words):
     path, chat = tmp_path / "talk.json", model.chat(max_new_tokens=2)
     path.write_text(text)
@@ -295,14 +294,13 @@ def test_a_file_that_is_no_saved_conversation_changes_nothing(model, tmp_path, t
     assert chat.turns == before
 
 
-@pytest.mark.parametrize(
-    ("line", "field"),
-    [("/compare base", "/compare"), ("/compare base none-such", "/compare"), ("/adapter none-such", "/adapter"),
-     ("/adapter style:1+none-such:1", "/adapter"), ("/again none-such", "/again"), ("/reload none-such", "/reload"),
-     ("/image", "/image"), ("/image no.png", "/image"), ("/audio no.wav", "/audio"), ("/again", "prompt"), ("/x", "/x"),
-     ("/clear all", "/clear"),
-     ("/quit now", "/quit"), ("/save talk.txt", "/save"), ("/adapter a=/no/such", None)],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "field"), [
+    ("/compare base", "/compare"), ("/compare base none-such", "/compare"), ("/adapter none-such", "/adapter"),
+    ("/adapter style:1+none-such:1", "/adapter"), ("/again none-such", "/again"), ("/reload none-such", "/reload"),
+    ("/image", "/image"), ("/image no.png", "/image"), ("/audio no.wav", "/audio"), ("/again", "prompt"), ("/x", "/x"),
+    ("/clear all", "/clear"),
+    ("/quit now", "/quit"), ("/save talk.txt", "/save"), ("/adapter a=/no/such", None),
+])  # fmt: skip
 def test_a_wrong_command_is_an_error_that_a_terminal_survives(model, line, field, capsys):
     with pytest.raises(trimtab.TrimtabError) as caught:
         talked(model, line)
@@ -375,11 +373,10 @@ def test_a_line_of_other_bytes_than_utf8_is_named(errors):
 # Terminal -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "words", "has_files"),
-    [("/co", {"/compare", "/quit"}, False), ("/adapter ", {"style", "base"}, False), ("/compare style b", {"style", "base"}, False),
-     ("/compare a b c", set(), False), ("/image x", set(), True), ("/adapter new=x", {"base"}, True), ("hello", set(), False)],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "words", "has_files"), [
+    ("/co", {"/compare", "/quit"}, False), ("/adapter ", {"style", "base"}, False), ("/compare style b", {"style", "base"}, False),
+    ("/compare a b c", set(), False), ("/image x", set(), True), ("/adapter new=x", {"base"}, True), ("hello", set(), False),
+])  # fmt: skip
 def test_what_may_stand_at_the_end_of_a_line(line, words, has_files):
     session = Session(None, SimpleNamespace(adapters=("style",)), as_json=False, is_terminal=True)
     completed, files = session.completions(line)

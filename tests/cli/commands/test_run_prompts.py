@@ -56,14 +56,11 @@ def test_a_prompt_from_standard_input_or_a_file_is_the_one_from_the_command_line
     assert run("--prompt-file", tmp_path / "prompt.txt", *files) == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["Hello", "--prompt-file", "x"], "--prompt-file"), (["--prompt-file", "no/such"], "cannot be read"),
-        (["--prompt-file", "{bad}"], "not UTF-8"), (["a", "--system", "b", "--system-file", "x"], "--system-file"),
-        (["--prompt-file", "{empty}"], "PROMPT: is empty"), ([], "PROMPT; - reads standard input, --prompt-file"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["Hello", "--prompt-file", "x"], "--prompt-file"), (["--prompt-file", "no/such"], "cannot be read"),
+    (["--prompt-file", "{bad}"], "not UTF-8"), (["a", "--system", "b", "--system-file", "x"], "--system-file"),
+    (["--prompt-file", "{empty}"], "PROMPT: is empty"), ([], "PROMPT; - reads standard input, --prompt-file"),
+])  # fmt: skip
 def test_a_wrong_source_is_refused_before_anything_is_loaded(arguments, words, tmp_path, capsys):
     (tmp_path / "bad").write_bytes(b"ab\xff")
     (tmp_path / "empty").write_bytes(b"\n")
@@ -262,12 +259,11 @@ def test_what_would_mix_two_runs_is_refused(prompts, tmp_path, capsys):
     assert out.read_bytes() == whole and (tmp_path / "notes.txt").read_text() == "my notes\n"
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [("[]", "not a JSON object"), ('{"prompt": "a", "messages": []}', "either"), ('{"text": "a"}', "unknown key"),
-     ("{", "not JSON"),
-     ('{"prompt": "a", "image": 3}', "a file or a list"), ("[" * 100_000, "not JSON"), ('{"id": 1}', "either")],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "words"), [
+    ("[]", "not a JSON object"), ('{"prompt": "a", "messages": []}', "either"), ('{"text": "a"}', "unknown key"),
+    ("{", "not JSON"),
+    ('{"prompt": "a", "image": 3}', "a file or a list"), ("[" * 100_000, "not JSON"), ('{"id": 1}', "either"),
+])  # fmt: skip
 def test_a_wrong_line_holds_its_error(line, words, tmp_path):
     (tmp_path / "p.jsonl").write_text(line)
     (one,) = prompts_file.read_prompts(str(tmp_path / "p.jsonl"))

@@ -154,14 +154,8 @@ def test_gguf_files_are_fetched_by_name_with_their_set_or_projector_and_read_fro
         "someone/mlx": {"config.json": json.dumps(config).encode(), "model.safetensors": b"x"},
     }  # fmt: skip
     pulled = (
-        "gguf",
-        "gguf/two.gguf",
-        "mlx",
-        f"part/{parts[0]}",
-        f"gguf/{parts[1]}",
-        "seeing/model.gguf",
-        "seeing/mmproj-model.gguf",
-    )
+        "gguf", "gguf/two.gguf", "mlx", f"part/{parts[0]}", f"gguf/{parts[1]}", "seeing/model.gguf", "seeing/mmproj-model.gguf",
+    )  # fmt: skip
     commands = [*(["pull", f"someone/{one}"] for one in pulled), ["plan", "someone/seeing", "--device", "cpu"]]
     first = f"from trimtab.cli.main import main; [main(one) for one in {commands}]"
     done = trimtab_("plan", f"someone/gguf/{parts[0]}", "--device", "cpu", "--json", before=first)

@@ -169,13 +169,10 @@ def test_the_streamer_is_fixed_where_no_device_waits_and_present_where_the_cpu_d
     assert (seen.state, "1 step(s) late" in seen.evidence) == (PRESENT, True)
 
 
-@pytest.mark.parametrize(
-    ("counts_in_rows", "capability", "system", "state"),
-    [
-        (True, "AVX512", "posix", PRESENT), (False, "AVX512", "posix", FIXED), (False, "AVX2", "posix", NOT_APPLICABLE),
-        (False, "AVX512", "nt", NOT_APPLICABLE),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("counts_in_rows", "capability", "system", "state"), [
+    (True, "AVX512", "posix", PRESENT), (False, "AVX512", "posix", FIXED), (False, "AVX2", "posix", NOT_APPLICABLE),
+    (False, "AVX512", "nt", NOT_APPLICABLE),
+])  # fmt: skip
 def test_scales_of_rows_are_judged_by_what_is_unpacked(counts_in_rows, capability, system, state, folder, monkeypatch):
     functional = pytest.importorskip("bitsandbytes.functional")
     import torch

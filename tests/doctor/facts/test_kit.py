@@ -190,15 +190,11 @@ def test_failure_of_an_error_without_text_or_library_says_so():
         assert kits.failure(error) == "AssertionError: (no text)"
 
 
-@pytest.mark.parametrize(
-    "file, expected",
-    [
-        ("/home/peft/env/lib/python3.11/site-packages/peft/peft_model.py", "peft/peft_model.py"),
-        ("/home/peft/src/peft/peft_model.py", "peft/peft_model.py"),
-        ("/opt/src/peft/peft_model.py", "peft/peft_model.py"),
-        ("/opt/elsewhere/thing.py", "thing.py"),
-    ],
-)
+@pytest.mark.parametrize("file, expected", [
+    ("/home/peft/env/lib/python3.11/site-packages/peft/peft_model.py", "peft/peft_model.py"),
+    ("/home/peft/src/peft/peft_model.py", "peft/peft_model.py"), ("/opt/src/peft/peft_model.py", "peft/peft_model.py"),
+    ("/opt/elsewhere/thing.py", "thing.py"),
+])  # fmt: skip
 def test_file_of_a_frame_never_shows_what_lies_before_the_package(file, expected):
     assert kits.from_package(file, "peft") == expected
 

@@ -362,14 +362,11 @@ def test_what_probes_saw_is_told():
 # Owner and threads ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "files, owner",
-    [
-        (("peft/a.py", "accelerate/hooks.py", "bitsandbytes/functional.py", "torch/x.py"), "bitsandbytes"),
-        (("peft/a.py", "accelerate/hooks.py"), "accelerate"), (("transformers/a.py", "peft/tuners/lora/model.py"), "peft"),
-        (("peft/a.py", "transformers/models/gemma4/modeling_gemma4.py"), "transformers"), (("torch/x.py",), "transformers"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("files, owner", [
+    (("peft/a.py", "accelerate/hooks.py", "bitsandbytes/functional.py", "torch/x.py"), "bitsandbytes"),
+    (("peft/a.py", "accelerate/hooks.py"), "accelerate"), (("transformers/a.py", "peft/tuners/lora/model.py"), "peft"),
+    (("peft/a.py", "transformers/models/gemma4/modeling_gemma4.py"), "transformers"), (("torch/x.py",), "transformers"),
+])  # fmt: skip
 def test_the_owner_is_the_layer_of_the_failing_frame(files, owner):
     (run,) = evidence_of([record("X", "UNKNOWN", exception=failure("E", "m", *((file, 1, "f") for file in files)))])
     assert owner_of(None, run)[0] == owner
@@ -440,21 +437,18 @@ def test_a_draft_has_every_section():
 # Reproducers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "answer, reason",
-    [
-        (came("works: x\n", exit_code=0), "did not show the failure (exit code 0)"),
-        (came(printed("KeyError", "22")), "ended in another failure (KeyError: 22)"),
-        (came(printed("RuntimeError", "something else")), "ended in another failure"),
-        (came(printed("RuntimeError", ITEM, "peft/x.py")), "failed in another place than the run"),
-        (
-            came(printed("RuntimeError", ITEM, "bitsandbytes/functional.py").replace("works", "no")),
-            "failed in the case that should work",
-        ),
-        (came(printed("RuntimeError", ITEM, "bitsandbytes/functional.py"), versions=OLD), "with other versions than the run"),
-        (came("", ended="timeout"), "ended as timeout"),
-    ],
-)
+@pytest.mark.parametrize("answer, reason", [
+    (came("works: x\n", exit_code=0), "did not show the failure (exit code 0)"),
+    (came(printed("KeyError", "22")), "ended in another failure (KeyError: 22)"),
+    (came(printed("RuntimeError", "something else")), "ended in another failure"),
+    (came(printed("RuntimeError", ITEM, "peft/x.py")), "failed in another place than the run"),
+    (
+        came(printed("RuntimeError", ITEM, "bitsandbytes/functional.py").replace("works", "no")),
+        "failed in the case that should work",
+    ),
+    (came(printed("RuntimeError", ITEM, "bitsandbytes/functional.py"), versions=OLD), "with other versions than the run"),
+    (came("", ended="timeout"), "ended as timeout"),
+])  # fmt: skip
 def test_a_reproducer_that_does_not_show_the_failure_makes_no_draft(answer, reason):
     made = make([r03(), record("R05")], run_script=lambda text: answer)
     assert made.drafts == ()
@@ -483,11 +477,9 @@ def test_a_known_bug_without_a_bucket_uses_the_run_s_own_script():
 
 
 def test_the_last_traceback_counts():
-    text = (
-        printed("KeyError", "1", "a.py")
-        + "\nDuring handling of the above exception\n\n"
-        + printed("x.y.TypeError", "no: way", "b.py")
-    )
+    text = (printed("KeyError", "1", "a.py") + "\nDuring handling of the above exception\n\n" + printed(
+        "x.y.TypeError", "no: way", "b.py",
+    ))  # fmt: skip
     assert raised_in(text) == ("TypeError", "no: way", ("b.py",))
     assert raised_in("all well\n") == ("", "", ())
 
@@ -574,28 +566,25 @@ def test_claims_are_decided_on_the_runs():
     assert {one.claim.text: one.state for one in only_failures}["CPU offload is broken."] == WIDER
 
 
-@pytest.mark.parametrize(
-    "claim, run",
-    [
-        ("Merging is broken.", record("M", "BF16_MERGED_MATCHES_BF16_ADAPTER", quant=None, merged=True)),
-        ("8-bit layers cannot be offloaded either.", record("I", asked=TOWERS, quantized={"Linear8bitLt": 3})),
-        (
-            "Switching double quantization off is a fix.",
-            record("S", "FAIL_QUANT_STATE_META_COPY", asked=TOWERS, exception=META_ITEM,
-                   quant={**NF4, "bnb_4bit_use_double_quant": False}),
-        ),
-        (
-            "PEFT keeps the placement if it is given the base's own device_map.",
-            record("P", "PASS_BUT_PLACEMENT_UNDONE", asked=TOWERS, adapter_map=TOWERS, placement_kept=False),
-        ),
-        (
-            "offload_buffers=True and ephemeral_gpu_offload=True make PEFT keep the offload.",
-            {**r03(), "configuration": {**r03()["configuration"], "adapter": {"offload_buffers": True}}},
-        ),
-        ("PEFT with bitsandbytes in 4 bits is broken.", record("G")),
-        ("All Gemma 4 adapters fail.", record("G")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("claim, run", [
+    ("Merging is broken.", record("M", "BF16_MERGED_MATCHES_BF16_ADAPTER", quant=None, merged=True)),
+    ("8-bit layers cannot be offloaded either.", record("I", asked=TOWERS, quantized={"Linear8bitLt": 3})),
+    (
+        "Switching double quantization off is a fix.",
+        record("S", "FAIL_QUANT_STATE_META_COPY", asked=TOWERS, exception=META_ITEM,
+               quant={**NF4, "bnb_4bit_use_double_quant": False}),
+    ),
+    (
+        "PEFT keeps the placement if it is given the base's own device_map.",
+        record("P", "PASS_BUT_PLACEMENT_UNDONE", asked=TOWERS, adapter_map=TOWERS, placement_kept=False),
+    ),
+    (
+        "offload_buffers=True and ephemeral_gpu_offload=True make PEFT keep the offload.",
+        {**r03(), "configuration": {**r03()["configuration"], "adapter": {"offload_buffers": True}}},
+    ),
+    ("PEFT with bitsandbytes in 4 bits is broken.", record("G")),
+    ("All Gemma 4 adapters fail.", record("G")),
+])  # fmt: skip
 def test_one_run_refutes_a_claim(claim, run):
     decided = {one.claim.text: one.state for one in decide_claims(evidence_of([run]))}
     assert decided[claim] == REFUTED
@@ -694,19 +683,16 @@ def test_a_message_with_a_fence_stays_inside_its_own():
 # Personal data --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text, wanted",
-    [
-        ('File "/home/jane/venv/lib/python3.11/site-packages/peft/x.py", line 3', 'File "peft/x.py", line 3'),
-        (r'File "C:\Users\Jane Doe\site-packages\peft\tuners\x.py", line 3', 'File "peft/tuners/x.py", line 3'),
-        ("in /home/jane/models/e4b.safetensors.", "in <path>/e4b.safetensors."),
-        ("'/home/jane doe/x.bin'", "'<path>/x.bin'"),
-        (r"E:\offload", "<path>"),
-        ("~/models/x", "<path>"),
-        ("jane@example.com hf_abcdefghijABCDEFGHIJ0123", "<address> <token>"),
-        ("\\\\server\\share\\x.bin", "<path>/x.bin"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text, wanted", [
+    ('File "/home/jane/venv/lib/python3.11/site-packages/peft/x.py", line 3', 'File "peft/x.py", line 3'),
+    (r'File "C:\Users\Jane Doe\site-packages\peft\tuners\x.py", line 3', 'File "peft/tuners/x.py", line 3'),
+    ("in /home/jane/models/e4b.safetensors.", "in <path>/e4b.safetensors."),
+    ("'/home/jane doe/x.bin'", "'<path>/x.bin'"),
+    (r"E:\offload", "<path>"),
+    ("~/models/x", "<path>"),
+    ("jane@example.com hf_abcdefghijABCDEFGHIJ0123", "<address> <token>"),
+    ("\\\\server\\share\\x.bin", "<path>/x.bin"),
+])  # fmt: skip
 def test_what_is_personal_is_taken_out(text, wanted):
     assert clean(text) == wanted
     check_clean(wanted, what="x")

@@ -221,11 +221,10 @@ def partly_offloaded(e2b: Path, adapter: Path, versions: dict[str, str], quant: 
     return judge(e2b, versions=versions, adapter=adapter, device_map=REPORTED, machine=gpu(base + 6), quant=quant)
 
 
-@pytest.mark.parametrize(
-    ("versions", "quant", "bug"),
-    [(NEW, "nf4-dq", "A1"), (OLD, "int8", "A3"),
-     *(pytest.param(*case, marks=pytest.mark.slow) for case in ((OLD, "nf4-dq", "A3"), (NEW, "nf4", "A2")))],
-)  # fmt: skip
+@pytest.mark.parametrize(("versions", "quant", "bug"), [
+    (NEW, "nf4-dq", "A1"), (OLD, "int8", "A3"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((OLD, "nf4-dq", "A3"), (NEW, "nf4", "A2"))),
+])  # fmt: skip
 def test_offloading_quantized_layers_fails_as_the_versions_do(e2b, e2b_adapter, versions, quant, bug):
     found = partly_offloaded(e2b, e2b_adapter, versions, quant)
     assert found.second is not None and found.second.offloaded_quantized
@@ -298,17 +297,14 @@ def test_skipped_linears_follow_the_installed_rule_for_longer_names(tmp_path):
     assert {path.split(".")[2] for path in shape.loaded_to} == {"10", "11"}
 
 
-@pytest.mark.parametrize(
-    ("device_map", "bug", "severity"),
-    [
-        ({"model.vision_tower": "disk", "": 0}, "C1", FAILS), ({"model.vision_tower": "cpu", "": 0}, "C2", WRONG),
-        ({"model.vision_tower": "cpu", "": 0}, "C4", WASTES), ({"": "cpu"}, "A5", WASTES),
-        ({"model.language_model.embed_tokens": "cpu", "": 0}, "D4", FAILS),
-        ({"model.language_model.embed_tokens_per_layer": "cpu", "": 0}, "D6", WASTES), ({"": 0}, "D6", NOTE),
-        ({"model.vision_tower": "disk", "": torch.device("cpu")}, "C7", FAILS),
-        ({"model.vision_tower": "cpu", "": 0}, "A4", WASTES),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("device_map", "bug", "severity"), [
+    ({"model.vision_tower": "disk", "": 0}, "C1", FAILS), ({"model.vision_tower": "cpu", "": 0}, "C2", WRONG),
+    ({"model.vision_tower": "cpu", "": 0}, "C4", WASTES), ({"": "cpu"}, "A5", WASTES),
+    ({"model.language_model.embed_tokens": "cpu", "": 0}, "D4", FAILS),
+    ({"model.language_model.embed_tokens_per_layer": "cpu", "": 0}, "D6", WASTES), ({"": 0}, "D6", NOTE),
+    ({"model.vision_tower": "disk", "": torch.device("cpu")}, "C7", FAILS),
+    ({"model.vision_tower": "cpu", "": 0}, "A4", WASTES),
+])  # fmt: skip
 def test_a_map_meets_the_entry_of_the_catalogue(device_map, bug, severity):
     found = judge(device_map=device_map)
     assert finding(found, bug).severity == severity
@@ -364,15 +360,12 @@ def test_oldest_versions_are_blind_and_deaf():
     assert not {"H1", "D2"} & set(bugs(new))
 
 
-@pytest.mark.parametrize(
-    ("bug", "versions", "met"),
-    [
-        ("A3", OLD, True), ("A3", NEW, False), ("A3", {**OLD, "accelerate": "1.14.0"}, False),
-        ("A3", {**OLD, "bitsandbytes": "0.50.0"}, False), ("B4", {"transformers": "5.22.2"}, True),
-        ("B4", {"transformers": "5.23.0"}, False), ("D3", {"transformers": "5.19.0"}, False),
-        ("D3", {"transformers": "5.20.0"}, True), ("B1", NEW, True), ("A3", {}, True), ("A3", {"accelerate": "x"}, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("bug", "versions", "met"), [
+    ("A3", OLD, True), ("A3", NEW, False), ("A3", {**OLD, "accelerate": "1.14.0"}, False),
+    ("A3", {**OLD, "bitsandbytes": "0.50.0"}, False), ("B4", {"transformers": "5.22.2"}, True),
+    ("B4", {"transformers": "5.23.0"}, False), ("D3", {"transformers": "5.19.0"}, False),
+    ("D3", {"transformers": "5.20.0"}, True), ("B1", NEW, True), ("A3", {}, True), ("A3", {"accelerate": "x"}, True),
+])  # fmt: skip
 def test_versions_decide_by_the_catalogue(bug, versions, met):
     assert is_met(bug, versions) is met
 

@@ -130,11 +130,9 @@ def test_what_goes_back_makes_the_changed_parameter_again(way: str) -> None:
     assert is_cast(expression) == (way in ("as it is", "cast"))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda t: t["a"] * 2, lambda t: t["a"].flip(0), lambda t: torch.cat([t["a"], t["a"]]), lambda t: t["d"][[1, 2]]],
-    ids=["product", "flip", "twice", "picked rows"],
-)
+@pytest.mark.parametrize("make", [
+    lambda t: t["a"] * 2, lambda t: t["a"].flip(0), lambda t: torch.cat([t["a"], t["a"]]), lambda t: t["d"][[1, 2]],
+], ids=["product", "flip", "twice", "picked rows"])  # fmt: skip
 def test_what_has_no_known_way_back_is_refused(make: Make) -> None:
     expression, files = traced(make)
     parameter = without_casts(expression, files.__getitem__)

@@ -61,13 +61,10 @@ def test_a_name_given_twice_is_refused() -> None:
         MergeRequest(model="m", out="o", adapters=(Part("a", "x"), Part("a", "y")))
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"dtype": "int8"}, "dtype"), ({"requantize": "fp4"}, "requantize"), ({"adapters": (Part("a b", "x"),)}, "adapters"),
-        ({"adapters": (Part("", "x"),)}, "adapters"), ({"out": ""}, "out"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "field"), [
+    ({"dtype": "int8"}, "dtype"), ({"requantize": "fp4"}, "requantize"), ({"adapters": (Part("a b", "x"),)}, "adapters"),
+    ({"adapters": (Part("", "x"),)}, "adapters"), ({"out": ""}, "out"),
+])  # fmt: skip
 def test_options_are_checked(options: dict[str, object], field: str) -> None:
     with pytest.raises(RequestError) as caught:
         MergeRequest(**({"model": "m", "out": "o"} | options))  # type: ignore[arg-type]

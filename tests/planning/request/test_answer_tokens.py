@@ -50,14 +50,11 @@ def test_the_length_takes_no_memory():
     assert plan(8, answer_tokens=4095).gpu == plan(8, answer_tokens=1).gpu
 
 
-@pytest.mark.parametrize(
-    ("context", "given", "planned"),
-    [
-        (4096, {}, 256), (300, {}, 150), (1, {}, 1), (300, {"answer_tokens": 8}, 8), (300, {"answer_tokens": 200}, 200),
-        (300, {"answer_tokens": 299}, 299), (300, {"answer_tokens": 300}, 299), (300, {"answer_tokens": 9999}, 299),
-        (1, {"answer_tokens": 9}, 1), (4096, {"answer_tokens": 4000}, 4000),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("context", "given", "planned"), [
+    (4096, {}, 256), (300, {}, 150), (1, {}, 1), (300, {"answer_tokens": 8}, 8), (300, {"answer_tokens": 200}, 200),
+    (300, {"answer_tokens": 299}, 299), (300, {"answer_tokens": 300}, 299), (300, {"answer_tokens": 9999}, 299),
+    (1, {"answer_tokens": 9}, 1), (4096, {"answer_tokens": 4000}, 4000),
+])  # fmt: skip
 def test_at_least_one_token_of_the_context_is_the_prompts_and_by_default_half(context, given, planned):
     request = LoadRequest(model="m", context_tokens=context, **given)
     assert answer_tokens_of(request) == planned

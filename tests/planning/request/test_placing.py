@@ -176,10 +176,9 @@ def test_unknown_keys_are_listed_all_with_near_names():
     assert "model.vision_tower" in error.near
 
 
-@pytest.mark.parametrize(
-    ("device", "why"),
-    [("meta", "no data"), (1, "one device"), ("cuda:3", "one device"), ("mps", "not a device"), (True, "not a device")],
-)
+@pytest.mark.parametrize(("device", "why"), [
+    ("meta", "no data"), (1, "one device"), ("cuda:3", "one device"), ("mps", "not a device"), (True, "not a device"),
+])  # fmt: skip
 def test_devices_that_cannot_be_followed_are_refused(device, why):
     error = map_refused({"": device})
     assert error.field == "device_map['']" and why in str(error)
@@ -222,44 +221,37 @@ GIB = 2**30
 BASE = str(DEMO / "base")
 
 
-@pytest.mark.parametrize(
-    ("given_map", "budgets"),
-    [
-        ({0: "4GiB", "cpu": "16GiB"}, ("cuda:0", 4 * GIB, 16 * GIB, None)), ({"0": 4 * GIB}, ("cuda:0", 4 * GIB, None, None)),
-        ({"cuda:1": "4GB", "disk": "1GiB"}, ("cuda:1", 4 * 10**9, None, GIB)), ({"cuda": "1GiB"}, ("cuda:0", GIB, None, None)),
-        ({"cpu": "2.5GiB"}, ("cpu", None, 5 * GIB // 2, None)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given_map", "budgets"), [
+    ({0: "4GiB", "cpu": "16GiB"}, ("cuda:0", 4 * GIB, 16 * GIB, None)), ({"0": 4 * GIB}, ("cuda:0", 4 * GIB, None, None)),
+    ({"cuda:1": "4GB", "disk": "1GiB"}, ("cuda:1", 4 * 10**9, None, GIB)), ({"cuda": "1GiB"}, ("cuda:0", GIB, None, None)),
+    ({"cpu": "2.5GiB"}, ("cpu", None, 5 * GIB // 2, None)),
+])  # fmt: skip
 def test_devices_become_budgets(given_map, budgets):
     assert read_max_memory(given_map) == MemoryBudgets(
         device=budgets[0], gpu_memory_bytes=budgets[1], host_memory_bytes=budgets[2], disk_memory_bytes=budgets[3]
     )
 
 
-@pytest.mark.parametrize(
-    ("given_map", "field", "word"),
-    [
-        ({}, "max_memory", "at least one"), ([], "max_memory", "at least one"), ("4GiB", "max_memory", "at least one"),
-        ({0: "4GiB", 1: "4GiB"}, "max_memory", "names 2 GPUs (cuda:0, cuda:1)"),
-        ({0: "4GiB", "cuda:0": "4GiB"}, "max_memory['cuda:0']", "named twice"),
-        ({"mps": "4GiB"}, "max_memory", "no device"), ({"gpu": "4GiB"}, "max_memory", "no device"),
-        ({-1: "4GiB"}, "max_memory", "no device"), ({True: "4GiB"}, "max_memory", "no device"),
-        ({None: "4GiB"}, "max_memory", "no device"), ({"disk": "4GiB"}, "max_memory", "no device that can compute"),
-        ({0: "4 apples"}, "max_memory[0]", "not a size"), ({0: 0}, "max_memory[0]", "above zero"),
-        ({0: "4Gb"}, "max_memory[0]", "bits"), ({0: 1.5}, "max_memory[0]", "an integer number"),
-        ({0: None}, "max_memory[0]", "not a size"), ({0: True}, "max_memory[0]", "not a size"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given_map", "field", "word"), [
+    ({}, "max_memory", "at least one"), ([], "max_memory", "at least one"), ("4GiB", "max_memory", "at least one"),
+    ({0: "4GiB", 1: "4GiB"}, "max_memory", "names 2 GPUs (cuda:0, cuda:1)"),
+    ({0: "4GiB", "cuda:0": "4GiB"}, "max_memory['cuda:0']", "named twice"),
+    ({"mps": "4GiB"}, "max_memory", "no device"), ({"gpu": "4GiB"}, "max_memory", "no device"),
+    ({-1: "4GiB"}, "max_memory", "no device"), ({True: "4GiB"}, "max_memory", "no device"),
+    ({None: "4GiB"}, "max_memory", "no device"), ({"disk": "4GiB"}, "max_memory", "no device that can compute"),
+    ({0: "4 apples"}, "max_memory[0]", "not a size"), ({0: 0}, "max_memory[0]", "above zero"),
+    ({0: "4Gb"}, "max_memory[0]", "bits"), ({0: 1.5}, "max_memory[0]", "an integer number"),
+    ({0: None}, "max_memory[0]", "not a size"), ({0: True}, "max_memory[0]", "not a size"),
+])  # fmt: skip
 def test_what_cannot_be_followed_is_refused_by_name(given_map, field, word):
     with pytest.raises(RequestError) as caught:
         read_max_memory(given_map)
     assert caught.value.field == field and word in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("others", "field"),
-    [({"gpu_memory_bytes": GIB}, "max_memory"), ({"device": "cpu"}, "max_memory"), ({"device": "cuda:1"}, "max_memory")],
-)
+@pytest.mark.parametrize(("others", "field"), [
+    ({"gpu_memory_bytes": GIB}, "max_memory"), ({"device": "cpu"}, "max_memory"), ({"device": "cuda:1"}, "max_memory"),
+])  # fmt: skip
 def test_a_budget_given_twice_is_refused(others, field):
     values = {"gpu_memory_bytes": None, "host_memory_bytes": None, "device": "auto"} | others
     with pytest.raises(RequestError) as caught:
@@ -313,13 +305,10 @@ def test_plan_takes_it_as_an_argument_as_a_flag_and_as_a_file(tmp_path, capsys):
         assert json.loads(capsys.readouterr().out)["gpu_budget_bytes"] == 4 * GIB
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("{", "is not JSON"), ('{"0": "4GiB", "0": "5GiB"}', "one key twice"), ("nowhere.json", "cannot be read"),
-        ('{"0": "4GiB", "1": "4GiB"}', "names 2 GPUs"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "word"), [
+    ("{", "is not JSON"), ('{"0": "4GiB", "0": "5GiB"}', "one key twice"), ("nowhere.json", "cannot be read"),
+    ('{"0": "4GiB", "1": "4GiB"}', "names 2 GPUs"),
+])  # fmt: skip
 def test_a_flag_that_cannot_be_read_names_itself(text, word):
     options = cli.parser().parse_args(["plan", BASE, "--max-memory", text])
     with pytest.raises(RequestError, match=word) as caught:

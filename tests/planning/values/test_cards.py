@@ -74,18 +74,15 @@ def test_a_card_with_eight_lanes_has_half_the_link_and_an_older_slot_half_of_tha
 # Names ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "title"),
-    [
-        ("RTX 4060 8GB", "GeForce RTX 4060 8GB"), ("rtx4060", "GeForce RTX 4060 8GB"),
-        ("NVIDIA GeForce RTX 4060 Laptop GPU", "GeForce RTX 4060 Laptop GPU 8GB"),
-        ("4060 notebook", "GeForce RTX 4060 Laptop GPU 8GB"), ("RTX 2060 Max-Q", "GeForce RTX 2060 Laptop GPU 6GB"),
-        ("rtx 4060ti 16 gb", "GeForce RTX 4060 Ti 16GB"), ("RTX 4070 Ti SUPER", "GeForce RTX 4070 Ti Super 16GB"),
-        ("Tesla T4", "T4 16GB"), ("NVIDIA L4", "L4 24GB"), ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
-        ("NVIDIA H100 80GB HBM3", "H100 80GB"), ("NVIDIA H100 PCIe", "H100 PCIe 80GB"), ("H200 141GB", "H200 141GB"),
-        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada 48GB"), ("GTX 1650 Super", "GeForce GTX 1650 Super 4GB"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "title"), [
+    ("RTX 4060 8GB", "GeForce RTX 4060 8GB"), ("rtx4060", "GeForce RTX 4060 8GB"),
+    ("NVIDIA GeForce RTX 4060 Laptop GPU", "GeForce RTX 4060 Laptop GPU 8GB"),
+    ("4060 notebook", "GeForce RTX 4060 Laptop GPU 8GB"), ("RTX 2060 Max-Q", "GeForce RTX 2060 Laptop GPU 6GB"),
+    ("rtx 4060ti 16 gb", "GeForce RTX 4060 Ti 16GB"), ("RTX 4070 Ti SUPER", "GeForce RTX 4070 Ti Super 16GB"),
+    ("Tesla T4", "T4 16GB"), ("NVIDIA L4", "L4 24GB"), ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+    ("NVIDIA H100 80GB HBM3", "H100 80GB"), ("NVIDIA H100 PCIe", "H100 PCIe 80GB"), ("H200 141GB", "H200 141GB"),
+    ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada 48GB"), ("GTX 1650 Super", "GeForce GTX 1650 Super 4GB"),
+])  # fmt: skip
 def test_a_card_is_found_as_people_and_drivers_write_it(text, title):
     assert card_of(text) == title
 
@@ -213,13 +210,10 @@ def test_a_plan_for_a_card_that_is_not_here_is_not_loaded(tmp_path, capsys, monk
     assert "which is not here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "total_gib", "is_here"),
-    [
-        ("NVIDIA GeForce RTX 4060", 7.996, True), ("NVIDIA GeForce RTX 4060 Laptop GPU", 7.996, False),
-        ("NVIDIA GeForce RTX 4060 Ti", 7.996, False), ("NVIDIA GeForce RTX 4060", 15.99, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "total_gib", "is_here"), [
+    ("NVIDIA GeForce RTX 4060", 7.996, True), ("NVIDIA GeForce RTX 4060 Laptop GPU", 7.996, False),
+    ("NVIDIA GeForce RTX 4060 Ti", 7.996, False), ("NVIDIA GeForce RTX 4060", 15.99, False),
+])  # fmt: skip
 def test_the_card_is_known_by_its_name_and_its_memory(name, total_gib, is_here):
     card = find_card("RTX 4060 8GB")
     here = [("NVIDIA T1000", GIB), (name, int(total_gib * GIB))]
@@ -306,16 +300,13 @@ def test_options_read_the_model_once(monkeypatch, tmp_path):
     assert len(options) > 4 and (len(seen), len(asked)) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    ("card", "names"),
-    [
-        ("RTX 4060 8GB", ["GeForce RTX 4070 12GB", "GeForce RTX 4060 Ti 16GB"]),
-        ("RTX 4060 laptop", ["GeForce RTX 4080 Laptop GPU 12GB", "GeForce RTX 4090 Laptop GPU 16GB"]),
-        ("8GiB", ["10GiB", "12GiB"]),
-        ("300MiB", ["1GiB", "2GiB"]), ("2GiB", ["3GiB", "4GiB"]),
-        ("B200", []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("card", "names"), [
+    ("RTX 4060 8GB", ["GeForce RTX 4070 12GB", "GeForce RTX 4060 Ti 16GB"]),
+    ("RTX 4060 laptop", ["GeForce RTX 4080 Laptop GPU 12GB", "GeForce RTX 4090 Laptop GPU 16GB"]),
+    ("8GiB", ["10GiB", "12GiB"]),
+    ("300MiB", ["1GiB", "2GiB"]), ("2GiB", ["3GiB", "4GiB"]),
+    ("B200", []),
+])  # fmt: skip
 def test_the_next_larger_cards_are_no_older_and_of_the_same_kind(card, names):
     assert larger_cards(find_card(card))[:2] == names
 

@@ -65,16 +65,13 @@ def test_steps_are_fused_where_model_card_and_format_allow_it():
     assert step.mode == "fused" and step.reason.startswith("its decoder is described: trimtab's kernels")
 
 
-@pytest.mark.parametrize(
-    ("changed", "asked", "machine", "mode", "why"),
-    [
-        ({"fused_unsupported": "its layers have experts"}, {}, {}, "graph", "no fused steps: its layers have experts"),
-        ({}, {}, {"capability": (7, 5)}, "graph", "compute capability 7.5; trimtab's kernels need 8.0"),
-        ({"capture_unsupported": "layer 3 keeps a state"}, {}, {}, "eager", "no graph steps: layer 3 keeps a state"),
-        ({}, {"decode": "eager"}, {}, "eager", "requested"),
-        ({}, {"decode": "graph"}, {}, "graph", "requested"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changed", "asked", "machine", "mode", "why"), [
+    ({"fused_unsupported": "its layers have experts"}, {}, {}, "graph", "no fused steps: its layers have experts"),
+    ({}, {}, {"capability": (7, 5)}, "graph", "compute capability 7.5; trimtab's kernels need 8.0"),
+    ({"capture_unsupported": "layer 3 keeps a state"}, {}, {}, "eager", "no graph steps: layer 3 keeps a state"),
+    ({}, {"decode": "eager"}, {}, "eager", "requested"),
+    ({}, {"decode": "graph"}, {}, "graph", "requested"),
+])  # fmt: skip
 def test_a_mode_that_cannot_be_had_is_left_with_its_reason(changed, asked, machine, mode, why):
     step = plan(anatomy=replace(E4B, **changed), machine=card(8, **machine), **asked).execution.step
     assert (step.mode, why in step.reason) == (mode, True)
@@ -266,14 +263,11 @@ def test_a_head_asked_for_is_taken():
     assert plan(4, head="full").execution.head == "full"
 
 
-@pytest.mark.parametrize(
-    ("machine", "anatomy", "why"),
-    [
-        ({"capability": (7, 5)}, E4B, "its kernel needs compute capability 8.0, the card has 7.5"),
-        ({}, replace(E4B, dtype="float16"), "its kernel computes in bfloat16, the model in float16"),
-        ({}, replace(E4B, dtype="float32"), "its kernel computes in bfloat16, the model in float32"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("machine", "anatomy", "why"), [
+    ({"capability": (7, 5)}, E4B, "its kernel needs compute capability 8.0, the card has 7.5"),
+    ({}, replace(E4B, dtype="float16"), "its kernel computes in bfloat16, the model in float16"),
+    ({}, replace(E4B, dtype="float32"), "its kernel computes in bfloat16, the model in float32"),
+])  # fmt: skip
 def test_the_plan_takes_eight_bits_only_where_their_kernel_runs(machine, anatomy, why):
     execution = plan(4, head="auto", machine=card(4, **machine), anatomy=anatomy).execution
     assert (execution.head, execution.head_reason) == ("full", f"8 bits would be computed by torch: {why}")
@@ -397,14 +391,11 @@ def test_the_budget_that_an_error_names_is_the_smallest_of_all_ways_to_run(asked
             made(caught.value.needed_bytes - fewer)
 
 
-@pytest.mark.parametrize(
-    ("gib", "asked"),
-    [
-        (0.9, {"head": "auto"}),
-        pytest.param(1.2, {"head": "full", "batch": 4}, marks=pytest.mark.slow),
-        pytest.param(2.0, {"head": "full", "context_tokens": 131072}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("gib", "asked"), [
+    (0.9, {"head": "auto"}),
+    pytest.param(1.2, {"head": "full", "batch": 4}, marks=pytest.mark.slow),
+    pytest.param(2.0, {"head": "full", "context_tokens": 131072}, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_named_changes_fit_and_no_smaller_ones_do(gib, asked):
     from trimtab.planning.options import _smaller
 

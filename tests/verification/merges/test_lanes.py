@@ -44,34 +44,28 @@ def row(base_differs: bool, adapter_is_merged: bool | None, base_is_merged: bool
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, is_adapter, is_base, label",
-    [
-        ("direct_4bit_merge", True, False, "DIRECT_4BIT_MERGED_MATCHES_ADAPTER"),
-        ("direct_4bit_merge", False, True, "DIRECT_4BIT_MERGED_MATCHES_BASE"),
-        ("direct_4bit_merge", False, False, "DIRECT_4BIT_MERGED_MATCHES_NEITHER"),
-        ("fresh_bf16_merge", True, True, "BF16_MERGED_MATCHES_BF16_ADAPTER"),
-        ("fresh_bf16_merge", False, True, "BF16_MERGED_MATCHES_BF16_BASE"),
-        ("trimtab_requantized_merge", False, False, "TRIMTAB_REQUANTIZED_MERGED_MATCHES_NEITHER"),
-    ],
-)
+@pytest.mark.parametrize("name, is_adapter, is_base, label", [
+    ("direct_4bit_merge", True, False, "DIRECT_4BIT_MERGED_MATCHES_ADAPTER"),
+    ("direct_4bit_merge", False, True, "DIRECT_4BIT_MERGED_MATCHES_BASE"),
+    ("direct_4bit_merge", False, False, "DIRECT_4BIT_MERGED_MATCHES_NEITHER"),
+    ("fresh_bf16_merge", True, True, "BF16_MERGED_MATCHES_BF16_ADAPTER"),
+    ("fresh_bf16_merge", False, True, "BF16_MERGED_MATCHES_BF16_BASE"),
+    ("trimtab_requantized_merge", False, False, "TRIMTAB_REQUANTIZED_MERGED_MATCHES_NEITHER"),
+])  # fmt: skip
 def test_a_prompt_is_named_after_the_answer_it_matches(name, is_adapter, is_base, label):
     assert classify(BY_NAME[name], adapter_is_merged=is_adapter, base_is_merged=is_base) == label
 
 
-@pytest.mark.parametrize(
-    "name, rows, verdict",
-    [
-        ("direct_4bit_merge", [row(True, True), row(True, False)], "DIRECT_4BIT_MERGE_STILL_DIVERGES"),
-        ("direct_4bit_merge", [row(True, True)], "DIRECT_4BIT_MERGE_NO_LONGER_DIVERGES"),
-        ("fresh_bf16_merge", [row(True, True), row(False, True)], "FRESH_BF16_MERGE_STILL_PASSES"),
-        ("fresh_bf16_merge", [row(True, True), row(False, False)], "FRESH_BF16_MERGE_NO_LONGER_PASSES"),
-        ("fresh_bf16_merge", [row(False, True)], "FRESH_BF16_MERGE_SHOWS_NOTHING"),
-        ("trimtab_merge", [row(True, True)], "TRIMTAB_MERGE_PASSES"),
-        ("adapter_vs_base", [row(False, None), row(True, None)], "ADAPTER_ACTIVE"),
-        ("adapter_vs_base", [row(False, None)], "ADAPTER_INACTIVE"),
-    ],
-)
+@pytest.mark.parametrize("name, rows, verdict", [
+    ("direct_4bit_merge", [row(True, True), row(True, False)], "DIRECT_4BIT_MERGE_STILL_DIVERGES"),
+    ("direct_4bit_merge", [row(True, True)], "DIRECT_4BIT_MERGE_NO_LONGER_DIVERGES"),
+    ("fresh_bf16_merge", [row(True, True), row(False, True)], "FRESH_BF16_MERGE_STILL_PASSES"),
+    ("fresh_bf16_merge", [row(True, True), row(False, False)], "FRESH_BF16_MERGE_NO_LONGER_PASSES"),
+    ("fresh_bf16_merge", [row(False, True)], "FRESH_BF16_MERGE_SHOWS_NOTHING"),
+    ("trimtab_merge", [row(True, True)], "TRIMTAB_MERGE_PASSES"),
+    ("adapter_vs_base", [row(False, None), row(True, None)], "ADAPTER_ACTIVE"),
+    ("adapter_vs_base", [row(False, None)], "ADAPTER_INACTIVE"),
+])  # fmt: skip
 def test_a_lane_is_judged_by_its_prompts(name, rows, verdict):
     assert lane_verdict(BY_NAME[name], rows) == verdict
 

@@ -78,10 +78,9 @@ def test_a_wrong_scale_is_found_in_packed_files_and_a_right_merge_passes_whoever
     assert judge_fault(case, "scale 1 % too large")["verify"] == "differs"
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["scale 1 % too small", *(pytest.param(f"one module {how}", marks=pytest.mark.slow) for how in ("transposed", "dropped"))],
-)
+@pytest.mark.parametrize("fault", ["scale 1 % too small", *(pytest.param(f"one module {how}", marks=pytest.mark.slow) for how in (
+    "transposed", "dropped",
+))])  # fmt: skip
 def test_two_routes_name_the_module_whose_adapter_was_loaded_otherwise(fault):
     row = judge_route(Route("llama", "stock", 1), fault)
     assert (row["verify"], row["alarm"]) == ("differs", True)

@@ -20,10 +20,9 @@ E4B = {"text_config": {"num_key_value_heads": 2, "head_dim": 256, "global_head_d
 NARROW = {"num_key_value_heads": 1, "head_dim": 256}
 
 
-@pytest.mark.parametrize(
-    ("config", "is_hit"),
-    [(E2B, True), (E4B, False), (NARROW, False), ({}, False), ({"text_config": 7}, False), ({**NARROW, "head_dim": 320}, True)],
-)
+@pytest.mark.parametrize(("config", "is_hit"), [
+    (E2B, True), (E4B, False), (NARROW, False), ({}, False), ({"text_config": 7}, False), ({**NARROW, "head_dim": 320}, True),
+])  # fmt: skip
 def test_the_models_are_those_with_one_wide_head_of_keys(config, is_hit):
     assert verify.one_wide_key_head(config) is is_hit
 
@@ -35,13 +34,10 @@ def test_only_lengths_and_devices_that_are_wrong_are_named(tokens, device):
     assert all("I13" in line and f"river ({tokens} tokens)" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("verdict", "tokens", "engine", "is_said"),
-    [
-        (compare.DIFFERS, 29, "stock", True), (compare.SAME, 29, "stock", False), (compare.DIFFERS, 30, "stock", False),
-        (compare.DIFFERS, 29, "trimtab", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("verdict", "tokens", "engine", "is_said"), [
+    (compare.DIFFERS, 29, "stock", True), (compare.SAME, 29, "stock", False), (compare.DIFFERS, 30, "stock", False),
+    (compare.DIFFERS, 29, "trimtab", False),
+])  # fmt: skip
 def test_a_comparison_that_differs_says_it_of_the_stock_side(verdict, tokens, engine, is_said, monkeypatch):
     def ran(engine):
         said = SimpleNamespace(continuation=(1, 2, 3, 4))
@@ -54,13 +50,10 @@ def test_a_comparison_that_differs_says_it_of_the_stock_side(verdict, tokens, en
     assert bool(lines) == is_said
 
 
-@pytest.mark.parametrize(
-    ("verdict", "engine", "paths", "is_said"),
-    [
-        (compare.DIFFERS, "stock", ["a.fc2", "b.fc2"], True), (compare.SAME, "stock", ["a.fc2"], False),
-        (compare.DIFFERS, "stock", [], False), (compare.DIFFERS, "trimtab", ["a.fc2"], False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("verdict", "engine", "paths", "is_said"), [
+    (compare.DIFFERS, "stock", ["a.fc2", "b.fc2"], True), (compare.SAME, "stock", ["a.fc2"], False),
+    (compare.DIFFERS, "stock", [], False), (compare.DIFFERS, "trimtab", ["a.fc2"], False),
+])  # fmt: skip
 def test_a_comparison_that_differs_names_layers_with_wrong_scales(verdict, engine, paths, is_said, monkeypatch):
     def ran(engine):
         said = SimpleNamespace(continuation=(1,))

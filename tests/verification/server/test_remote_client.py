@@ -75,14 +75,11 @@ def test_what_is_no_answer_is_none(value):
     assert read_ollama(value) is None
 
 
-@pytest.mark.parametrize(
-    "logprobs",
-    [
-        {"token_logprobs": ["-0.5"]}, {"token_logprobs": [True]}, {"token_logprobs": [10**400]}, {"token_logprobs": [0.5]},
-        {"top_logprobs": [[1]]}, {"top_logprobs": "x"}, {"tokens": [3]}, {"tokens": ["x" * 2000]}, {"tokens": {}},
-        {"top_logprobs": [{" a": None}]},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("logprobs", [
+    {"token_logprobs": ["-0.5"]}, {"token_logprobs": [True]}, {"token_logprobs": [10**400]}, {"token_logprobs": [0.5]},
+    {"top_logprobs": [[1]]}, {"top_logprobs": "x"}, {"tokens": [3]}, {"tokens": ["x" * 2000]}, {"tokens": {}},
+    {"top_logprobs": [{" a": None}]},
+])  # fmt: skip
 def test_logprobs_of_another_form_are_not_read(logprobs):
     assert read_completion(completion(**logprobs)).positions is None
 
