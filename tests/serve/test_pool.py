@@ -104,8 +104,7 @@ def made(*models):
 
 def test_both_forms_of_an_adapters_name_are_known():
     pool = made(model("demo", adapters={"style": "x"}))
-    assert pool.resolve("demo") == ("demo", None)
-    assert pool.resolve("style") == pool.resolve("demo:style") == ("demo", "style")
+    assert pool.resolve("demo") == ("demo", None) and pool.resolve("style") == pool.resolve("demo:style") == ("demo", "style")
     assert [entry["id"] for entry in pool.models()] == ["demo", "style"]
     for name in ("nobody", "demo:nobody", "other:style", "", ":", "demo:"):
         with pytest.raises(UnknownModelError) as caught:

@@ -237,8 +237,7 @@ def test_an_answer_takes_longer_than_every_deadline_of_its_request(quick):
 
 def test_half_open_connections_make_room_for_others(quick):
     held = [open_to(quick, b"GET /") for _ in range(200)]
-    assert quick.ask("GET", "/health")[0] == 200
-    assert quick.ask("POST", "/v1/completions", json.loads(BODY))[0] == 200
+    assert quick.ask("GET", "/health")[0] == 200 and quick.ask("POST", "/v1/completions", json.loads(BODY))[0] == 200
     for one in held:
         one.close()
 
@@ -373,9 +372,7 @@ def test_requests_ahead_of_a_stream_end_the_connection_after_the_next_answer(ser
         one.sendall(HEALTH * 100)  # the head of the stream can no longer say anything about the connection
         with suppress(ConnectionResetError):
             rest = started + stream.read()
-        assert b"[DONE]" in rest
-        assert rest.lower().count(b"connection: close") == 1
-        assert rest.count(b"HTTP/1.1 200") == 2
+        assert b"[DONE]" in rest and rest.lower().count(b"connection: close") == 1 and rest.count(b"HTTP/1.1 200") == 2
 
 
 POSTED = b"POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n\r\n\r\nabc\r\n"
@@ -407,8 +404,7 @@ def test_one_that_is_closed_beyond_the_limit_does_not_make_its_successor_one_of_
         guard.move(one, "head", "answer")
     for _ in range(3 * RESERVE):
         half_open, successor = Connection(), Connection()
-        assert not guard.enter(half_open) and not guard.enter(successor)
-        assert half_open.was_cut
+        assert not guard.enter(half_open) and not guard.enter(successor) and half_open.was_cut
         guard.move(successor, "head", "answer")  # an answer that it does not read
         assert len(guard) <= 2 + RESERVE
         guard.leave(successor)

@@ -264,8 +264,7 @@ def test_a_draining_worker_prepares_only_what_a_request_waits_for(slowly):
     slowly.may_begin.set()
     assert slowly.end_of("with it").kind == "done"
     log = list(slowly.log)
-    assert log.count("second") == PIECES
-    assert set(log[log.index("second") :]) == {"second", "step"}
+    assert log.count("second") == PIECES and set(log[log.index("second") :]) == {"second", "step"}
 
 
 def test_a_streamed_head_is_compared_though_another_block_takes_its_buffer_between_pieces(monkeypatch):

@@ -130,8 +130,7 @@ def seen(path, body, tmp_path):
 def test_a_request_with_null_wherever_nothing_was_sent_is_the_same_request(path, tmp_path):
     body = VALID[path]
     nulls = with_nulls(REQUESTS[path].model_validate_json(json.dumps(body)))
-    assert '"nobody_knows": null' in json.dumps(nulls)
-    assert seen(path, nulls, tmp_path) == seen(path, body, tmp_path)
+    assert '"nobody_knows": null' in json.dumps(nulls) and seen(path, nulls, tmp_path) == seen(path, body, tmp_path)
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}

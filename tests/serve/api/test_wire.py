@@ -58,8 +58,7 @@ def test_what_is_wrong_is_said_in_plain_words(fields, message):
 
 def test_a_long_field_is_not_compared_with_those_that_there_are(monkeypatch):
     monkeypatch.setattr("trimtab.serve.api.schemas.near_names", lambda name, known: [name])
-    assert "did you mean" in str(refused(chat, **{"x" * 40: 1}))
-    assert "did you mean" not in str(refused(chat, **{"x" * 41: 1}))
+    assert "did you mean" in str(refused(chat, **{"x" * 40: 1})) and "did you mean" not in str(refused(chat, **{"x" * 41: 1}))
 
 
 @pytest.mark.parametrize("fields, field", [

@@ -56,8 +56,7 @@ def error_of(path, pool=None, **fields):
 ])  # fmt: skip
 def test_an_error_of_a_response_names_the_field_that_was_sent(fields, param):
     error = error_of("/v1/responses", **fields)
-    assert error["param"] == param and error["fields"]["field"] == param
-    assert error["message"].startswith(param)
+    assert error["param"] == param and error["fields"]["field"] == param and error["message"].startswith(param)
 
 
 @pytest.mark.parametrize("fields, param", [
@@ -77,8 +76,7 @@ def test_an_error_of_a_response_names_the_field_that_was_sent(fields, param):
 ])  # fmt: skip
 def test_an_error_of_a_message_names_the_field_that_was_sent(fields, param):
     error = error_of("/v1/messages", **fields)
-    assert error["param"] == param and error["fields"]["field"] == param
-    assert error["message"].startswith(param)
+    assert error["param"] == param and error["fields"]["field"] == param and error["message"].startswith(param)
 
 
 def test_a_chats_effort_is_named_as_it_was_sent():
@@ -131,8 +129,7 @@ def test_the_longest_beginning_with_a_name_decides():
     names = {"messages": "input", "messages[1]": "input[5]", "messages[1].content": "instructions"}
     assert client_field("messages[1].content", names) == "instructions"
     assert client_field("messages[1].role", names) == "input[5].role"
-    assert client_field("messages[11].role", names) == "input[11].role"
-    assert client_field("temperature", names) == "temperature"
+    assert client_field("messages[11].role", names) == "input[11].role" and client_field("temperature", names) == "temperature"
 
 
 def test_thoughts_of_many_items_are_one_in_their_order():

@@ -25,8 +25,7 @@ def test_this_machine_alone_needs_no_key(host):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", "", "127.1", "localhost.example.org", "10.0.0.1"])
 def test_other_hosts_need_a_key(host):
-    assert refused(Settings, host=host).field == "host"
-    assert Settings(host=host, api_keys=("k",)).host == host
+    assert refused(Settings, host=host).field == "host" and Settings(host=host, api_keys=("k",)).host == host
 
 
 @pytest.mark.parametrize("key", ["", " ", "a b", "ü", "a\n", "a\0"])

@@ -120,8 +120,7 @@ def test_a_chat_is_streamed_in_openais_shape():
     assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["total_tokens"] == 9
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"} and len({chunk["id"] for chunk in chunks}) == 1
 
 
 def test_choices_have_seeds_of_their_own_and_share_the_prompts_tokens():
@@ -297,8 +296,7 @@ def test_a_lenient_server_says_in_a_header_what_it_did_not_use():
 ])  # fmt: skip
 def test_what_is_wrong_is_named_and_asks_no_model(fields, status, param):
     pool = MockPool()
-    assert error_of(chat(client(pool), **fields), status)["param"] == param
-    assert pool.jobs == []
+    assert error_of(chat(client(pool), **fields), status)["param"] == param and pool.jobs == []
 
 
 def test_a_medium_that_the_model_does_not_take_is_refused_at_its_place():

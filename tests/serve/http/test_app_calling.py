@@ -137,8 +137,7 @@ def assistant(**function):
 ])  # fmt: skip
 def test_what_is_wrong_is_named_and_asks_no_model(fields, param):
     pool = MockPool()
-    assert error_of(chat(client(pool), **fields), 400)["param"] == param
-    assert pool.jobs == []
+    assert error_of(chat(client(pool), **fields), 400)["param"] == param and pool.jobs == []
 
 
 def test_a_tools_answer_may_be_parts_and_carries_no_pictures_of_unknown_form():
@@ -195,8 +194,7 @@ ON = {"messages": [*CHAT["messages"], HALF], "continue_final_message": True}
 def test_a_message_is_continued():
     pool = MockPool()
     assert chat(client(pool), **ON, add_generation_prompt=False, n=2, tools=[TOOL]).is_success
-    assert [job.continue_final_message for job in pool.jobs] == [True, True]
-    assert pool.jobs[0].prompt[-1] == HALF
+    assert [job.continue_final_message for job in pool.jobs] == [True, True] and pool.jobs[0].prompt[-1] == HALF
     parts = [{"type": "text", "text": "Hel"}]
     assert chat(client(pool), **{**ON, "messages": [*CHAT["messages"], {**HALF, "content": parts}]}).is_success
     assert chat(client(pool), add_generation_prompt=True, continue_final_message=False).is_success
@@ -214,8 +212,7 @@ def test_a_message_is_continued():
 ])  # fmt: skip
 def test_what_cannot_be_continued_is_refused(fields, param):
     pool = MockPool()
-    assert error_of(chat(client(pool), **{**ON, **fields}), 400)["param"] == param
-    assert not pool.jobs
+    assert error_of(chat(client(pool), **{**ON, **fields}), 400)["param"] == param and not pool.jobs
 
 
 # A number beyond float64: Python reads it, llguidance does not.

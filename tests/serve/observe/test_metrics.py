@@ -180,8 +180,7 @@ def test_what_runs_is_told():
     (labels,) = [dict(labels) for name, labels in found if name == "trimtab_build_info"]
     assert labels["version"] == trimtab.__version__ and labels["torch"] == metadata.version("torch")
     if sys.platform == "linux":  # where /proc tells it
-        assert found["process_resident_memory_bytes", ()] > 2**20
-        assert ("process_cpu_seconds_total", ()) in found
+        assert found["process_resident_memory_bytes", ()] > 2**20 and ("process_cpu_seconds_total", ()) in found
 
 
 def test_only_the_last_requests_are_kept():

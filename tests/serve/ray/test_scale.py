@@ -74,8 +74,7 @@ def test_paths_that_exist_here_are_told_in_full(tmp_path, monkeypatch):
     given = ServedModel(name="a", request=request, adapters={"one": "adapters/one", "two": "not/here"})
     settings = Settings(adapter_root=Path("adapters"))
     (found,), back = scale.read_arguments(scale.arguments_of([given], settings))
-    assert found.request.model == str(tmp_path / "model")
-    assert found.request.offload_dir == str(tmp_path / "offload")
+    assert found.request.model == str(tmp_path / "model") and found.request.offload_dir == str(tmp_path / "offload")
     assert dict(found.adapters) == {"one": str(tmp_path / "adapters" / "one"), "two": "not/here"}
     assert back.adapter_root == tmp_path / "adapters"
 
@@ -350,8 +349,7 @@ def test_a_mix_is_refused_by_name():
 
     async def work(replicas, ask):
         events = await ask(job(adapter="one:0.7+two:0.3"))
-        assert error_class(events) == "RequestError"
-        assert "not supported: a mix of adapters with --ray" in str(events[-1])
+        assert error_class(events) == "RequestError" and "not supported: a mix of adapters with --ray" in str(events[-1])
 
     on_front(handle, work, adapters={"one": "/1", "two": "/2"})
     assert handle.asked == []
@@ -647,8 +645,7 @@ def test_kept_adapters_are_no_matter_of_rays():
 def test_an_adapter_that_is_bad_is_told_and_the_next_job_is_answered():
     async def work(copy, worker):
         assert error_class(await heard(copy, job(adapter="bad"), "/bad")) == "AdapterError"
-        assert (await copy.load("bad", "/bad"))["class"] == "AdapterError"
-        assert await copy.load("good", "/good") is None
+        assert (await copy.load("bad", "/bad"))["class"] == "AdapterError" and await copy.load("good", "/good") is None
         assert said(await heard(copy, job("2", adapter="good"), "/good"))[-1] == "stop"
 
     on_copy(work)

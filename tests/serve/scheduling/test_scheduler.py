@@ -750,8 +750,7 @@ def test_a_client_that_leaves_frees_everything_before_the_next_step(turns):
     scheduler.cancel("a")
     assert scheduler.is_idle and engine.active == []
     before = len(told)
-    assert scheduler.turn() is False
-    assert len(told) == before and scheduler.counts["cancelled"] == 1
+    assert scheduler.turn() is False and len(told) == before and scheduler.counts["cancelled"] == 1
     scheduler.cancel("a")  # it has just been answered, or was never here
     assert scheduler.counts["cancelled"] == 1
 

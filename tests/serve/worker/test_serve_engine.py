@@ -95,15 +95,13 @@ def test_mixed_adapters_answer_what_the_line_answers_with_one_on_the_model_at_a_
     expected = {"style": model.answer(LOOK, adapter="style", max_new_tokens=40)}
     found = run(engine, *(ask(str(name), adapter=name) for name in (None, "style", "specialist", "rslora-dora")))
     assert found["style"][0] == expected["style"].text
-    assert found["None"][0] == model.answer(LOOK, max_new_tokens=40).text
-    assert "apricot" in found["specialist"][0]
+    assert found["None"][0] == model.answer(LOOK, max_new_tokens=40).text and "apricot" in found["specialist"][0]
     assert json.loads(found["rslora-dora"][0])["shape"] == "square"
     assert engine.shelf.swaps >= 2 and len(engine.shelf.resident) == 1
     usage = found["style"][1].usage
     assert usage["completion_tokens"] == len(expected["style"].token_ids)
     assert usage["prompt_tokens"] == expected["style"].prompt_tokens
-    assert usage["output_head"] == model.plan.execution.head == "full"
-    assert usage["kv"] == model.plan.request.kv == "full"
+    assert usage["output_head"] == model.plan.execution.head == "full" and usage["kv"] == model.plan.request.kv == "full"
     assert found["style"][1].finish == expected["style"].finish_reason == "stop"
 
 
@@ -198,8 +196,7 @@ def test_prompts_are_cut_only_where_there_is_room_for_the_graphs(engine, monkeyp
 def test_an_adapter_in_use_is_not_taken_off_for_another(engine):
     engine.shelf.bring("style", [])
     assert not engine.shelf.has_room_for("specialist", ["style"])
-    assert engine.shelf.has_room_for("specialist", [None])
-    assert engine.shelf.has_room_for("style", ["style"])
+    assert engine.shelf.has_room_for("specialist", [None]) and engine.shelf.has_room_for("style", ["style"])
     engine.shelf.bring("specialist", [None])
     assert engine.shelf.resident == ("specialist",)
     engine.shelf.kept.add("specialist")
@@ -435,8 +432,7 @@ def test_a_prompt_that_cannot_be_prepared_waits_for_no_schema(engine, monkeypatc
 
 def test_a_schema_that_cannot_be_held_to_is_refused_with_its_reason(engine):
     _, last, _ = run(engine, ask("a", schema={"type": "no such type"}))["a"]
-    assert last.error["class"] == "RequestError"
-    assert last.error["fields"]["field"] == "response_format.json_schema"
+    assert last.error["class"] == "RequestError" and last.error["fields"]["field"] == "response_format.json_schema"
 
 
 def test_a_text_is_gone_on_with_as_it_is(model, engine):
@@ -489,8 +485,7 @@ TEXT = {"type": "text", "text": "What is it?"}
 def test_media_that_the_model_cannot_read_are_refused_in_the_words_of_http(engine, parts, field, words):
     found = run(engine, ask("bad", prompt=[{"role": "user", "content": parts}]), ask("good"))
     error = found["bad"][1].error
-    assert error["class"] == "RequestError" and error["fields"]["field"] == field
-    assert re.search(words, error["message"])
+    assert error["class"] == "RequestError" and error["fields"]["field"] == field and re.search(words, error["message"])
     assert not re.search(r"0x[0-9a-f]{6}|plan|Plan|--|max_new_tokens|bytes|loaded", error["message"])
     assert found["good"][1].kind == "done"
 
@@ -580,8 +575,7 @@ def test_memory_that_runs_out_in_a_prompt_ends_that_job_alone(engine, monkeypatc
 
     monkeypatch.setattr(Batch, "prefill", prefill)
     found = run(engine, ask("a", adapter="specialist"), ask("b"))
-    assert found["a"][1].error["class"] == DeviceError.__name__
-    assert found["b"][1].kind == "done"
+    assert found["a"][1].error["class"] == DeviceError.__name__ and found["b"][1].kind == "done"
     assert engine.batch.active == []
 
 
@@ -653,8 +647,7 @@ def test_a_mistake_in_one_request_ends_it_alone(model, engine, monkeypatch, wher
 
     monkeypatch.setattr(LoadedEngine, "_begin", begun)
     found = run(engine, ask("good"), ask("bad", prompt="bad" if where == "prepare" else LOOK), ask("after"))
-    assert found["bad"][1].error["class"] == "MistakeError"
-    assert "thought" not in found["bad"][1].error["message"]
+    assert found["bad"][1].error["class"] == "MistakeError" and "thought" not in found["bad"][1].error["message"]
     assert found["good"][1].kind == found["after"][1].kind == "done"
     assert engine.batch.active == [] and engine._by_row == {}
 

@@ -104,11 +104,9 @@ def test_a_killed_worker_is_told_at_once_and_comes_back(supervisor, caplog):
     found = ends(told, 2)
     assert time.monotonic() - start < WAIT_S / 2
     for event in found.values():
-        assert event.error["class"] == WorkerDiedError.__name__
-        assert event.error["fields"]["exit_code"] == -KILL
+        assert event.error["class"] == WorkerDiedError.__name__ and event.error["fields"]["exit_code"] == -KILL
         assert "SIGKILL" in event.error["message"] or os.name != "posix"
-    assert ends(ask(supervisor, job("3", "echo")), 1)["3"].kind == "done"
-    assert supervisor.restarts == 1 and supervisor.pid != pid
+    assert ends(ask(supervisor, job("3", "echo")), 1)["3"].kind == "done" and supervisor.restarts == 1 and supervisor.pid != pid
     ended, ready = caplog.records
     assert ended.levelname == "ERROR" and ended.getMessage().endswith(", and starts again")
     assert ended.fields == {"model": "demo", "worker_pid": pid, "lost_requests": 2}
@@ -131,8 +129,7 @@ def test_a_job_that_kills_the_worker_twice_is_given_up(start):
     supervisor = start(retry=True)
     event = ends(ask(supervisor, job("1", "die")), 1)["1"]
     assert (event.kind, event.error["fields"]["exit_code"]) == ("error", 7)
-    assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
-    assert supervisor.restarts == 2
+    assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done" and supervisor.restarts == 2
 
 
 def test_a_worker_that_hangs_with_work_is_killed(start):
@@ -213,8 +210,7 @@ def test_a_worker_that_the_system_does_not_start_at_once_is_started_later(superv
     monkeypatch.setattr(owner, "start", fail_once)
     os.kill(pid, KILL)
     waiting.until(lambda: supervisor.restarts)
-    assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done"
-    assert supervisor.pid != pid and owner.start is start
+    assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done" and supervisor.pid != pid and owner.start is start
     assert all(exit_code_of(process, WAIT_S) == -KILL for process in processes)  # nobody would end it
 
 
@@ -241,8 +237,7 @@ def test_a_worker_that_hangs_in_a_call_is_killed(start):
     with pytest.raises(WorkerDiedError) as caught:
         supervisor.call("hang").result(WAIT_S)
     assert "did not respond" in str(caught.value)
-    assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
-    assert supervisor.restarts == 1
+    assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done" and supervisor.restarts == 1
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="Windows has no SIGSTOP")
@@ -261,8 +256,7 @@ def test_a_stopped_worker_is_not_ready_and_is_put_back(start, is_asked):
         assert error["class"] == "WorkerDiedError" and "did not respond for" in error["message"]
         response = error_response(*error_from_worker(error))
         assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
-    assert late.get(timeout=WAIT_S).kind == "started"
-    assert late.get(timeout=WAIT_S).text == str(supervisor.pid) != str(pid)
+    assert late.get(timeout=WAIT_S).kind == "started" and late.get(timeout=WAIT_S).text == str(supervisor.pid) != str(pid)
     assert (supervisor.state, supervisor.restarts) == ("ready", 1)
 
 
@@ -307,8 +301,7 @@ def test_a_new_worker_has_the_adapters_that_were_loaded_meanwhile(supervisor):
     supervisor.call("unload_adapter", name="a").result(WAIT_S)
     os.kill(supervisor.pid, KILL)
     waiting.until(lambda: supervisor.restarts)
-    assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done"
-    assert supervisor.numbers["adapters"] == ["b"]
+    assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done" and supervisor.numbers["adapters"] == ["b"]
 
 
 def test_a_client_that_left_is_told_nothing_more(supervisor):
