@@ -106,10 +106,8 @@ def test_a_row_that_leaves_and_one_that_joins_change_no_other(model):
     prompt = batch.begin(inputs, request)
     prompt.step()
     to_the_end(batch, [])
-    assert tuple(second.answer_ids) == alone["style"]
-    assert tuple(third.answer_ids) == alone["specialist"]
-    assert tuple(late.answer_ids) == alone["rslora-dora"]
-    assert tuple(first.answer_ids) == alone[None][:2]
+    assert tuple(second.answer_ids) == alone["style"] and tuple(third.answer_ids) == alone["specialist"]
+    assert tuple(late.answer_ids) == alone["rslora-dora"] and tuple(first.answer_ids) == alone[None][:2]
 
 
 def test_a_prompt_goes_through_in_pieces(model, monkeypatch):
@@ -229,8 +227,7 @@ def test_logprobs_are_the_models_own_before_temperature(model):
     for place, found in enumerate(drawn):
         # Two float32 routes to the same logits, see STEP_TOLERANCE.
         assert found.logprob == pytest.approx(float(expected[place, found.token_id]), abs=1e-3)
-        assert len(found.top) == 3
-        assert found.top[0][1] == max(value for _, value in found.top)
+        assert len(found.top) == 3 and found.top[0][1] == max(value for _, value in found.top)
 
 
 def test_a_constraint_decides_which_tokens_can_be_drawn(model):

@@ -102,8 +102,7 @@ def test_pythons_answers_share_one_pass(model, forwards):
     alone = [model.answer(LOOK, adapter="style", seed=7 + number, **DRAWN).token_ids for number in range(3)]
     forwards.clear()
     found = model.answers(LOOK, 3, adapter="style", seed=7, rows=3, **DRAWN)
-    assert [one.token_ids for one in found] == alone
-    assert len(forwards) == 1 and len(set(alone)) > 1
+    assert [one.token_ids for one in found] == alone and len(forwards) == 1 and len(set(alone)) > 1
     # Two rows for five answers: a row that has gone on may still be copied where no window has passed.
     more = model.answers(LOOK, 5, adapter="style", seed=7, rows=2, **DRAWN)
     assert [one.token_ids for one in more][:3] == alone

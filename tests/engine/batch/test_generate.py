@@ -412,8 +412,7 @@ def test_pieces_never_split_a_character():
     detokenizer = Detokenizer(Bytes())
     pieces = [detokenizer.push(byte) for byte in TEXT.encode()]
     pieces.append(detokenizer.finish())
-    assert "".join(pieces) == TEXT
-    assert all("\ufffd" not in piece for piece in pieces)
+    assert "".join(pieces) == TEXT and all("\ufffd" not in piece for piece in pieces)
 
 
 class Parts:

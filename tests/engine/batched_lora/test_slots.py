@@ -88,8 +88,7 @@ def test_the_slot_used_longest_ago_is_given_away_and_never_one_in_use(model):
     slots.set_rows(["style"])
     first = slots._table["A_ptr"].clone()
     slots.set_rows(["specialist"])
-    assert slots.row_slots.tolist() == [0]
-    assert not torch.equal(first, slots._table["A_ptr"])
+    assert slots.row_slots.tolist() == [0] and not torch.equal(first, slots._table["A_ptr"])
     slots.set_rows(["style"])
     assert torch.equal(first, slots._table["A_ptr"])
     with pytest.raises(RequestError) as caught:
@@ -112,8 +111,7 @@ def test_an_adapter_that_is_loaded_again_gets_its_new_addresses(model):
 
 def test_what_is_more_than_plain_lora_is_refused_by_name(model):
     slots = slots_of(model)
-    assert slots.why_not(None) is None and slots.why_not("style") is None
-    assert "DoRA" in slots.why_not("rslora-dora")
+    assert slots.why_not(None) is None and slots.why_not("style") is None and "DoRA" in slots.why_not("rslora-dora")
     with pytest.raises(RequestError, match="DoRA"):
         slots.set_rows(["rslora-dora"])
 

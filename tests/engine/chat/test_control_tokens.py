@@ -296,8 +296,7 @@ def build(folder, *, ends: bool, names: bool = False):
 def test_the_token_is_found_and_known_to_be_missing(tmp_path, ends):
     folder, token = build(tmp_path / "llama", ends=ends)
     with trimtab.load(folder, device="cpu", context=64) as model:
-        assert turn_end(model) == (token, "<turn|>")
-        assert missing_turn_end(model) == (None if ends else (token, "<turn|>"))
+        assert turn_end(model) == (token, "<turn|>") and missing_turn_end(model) == (None if ends else (token, "<turn|>"))
         assert set(end_token_ids(model.hf_model)) == ({0, token} if ends else {0})  # as transformers
 
 

@@ -51,8 +51,7 @@ def kept(tmp_path, monkeypatch):
 def test_what_was_compiled_once_is_read_from_the_cache(kept):
     compiler = Counting()
     first = nvrtc.compiled(compiler, "a", "sm_90")
-    assert nvrtc.compiled(compiler, "a", "sm_90") == first
-    assert len(compiler.asked) == 1
+    assert nvrtc.compiled(compiler, "a", "sm_90") == first and len(compiler.asked) == 1
     assert len(list(kept.iterdir())) == 1
 
 
@@ -85,8 +84,7 @@ def test_a_damaged_cache_file_is_compiled_anew(kept, damage):
         nvrtc.compiled(Counting(), "b", "sm_90")
         (other,) = (file.read_bytes() for file in kept.iterdir() if file != path)
     path.write_bytes({"changed": whole[:-1] + b"?", "cut off": whole[:-3], "empty": b"", "another kernel's": other}[damage])
-    assert nvrtc.compiled(compiler, "a", "sm_90") == right
-    assert len(compiler.asked) == 2
+    assert nvrtc.compiled(compiler, "a", "sm_90") == right and len(compiler.asked) == 2
     assert path.read_bytes() == whole and whole.endswith(right)
 
 
@@ -102,8 +100,7 @@ def test_compiled_code_in_a_folder_that_others_can_change_is_never_loaded(kept, 
     else:
         kept.rename(kept.with_name("elsewhere"))
         kept.symlink_to(kept.with_name("elsewhere"))
-    assert nvrtc.compiled(compiler, "a", "sm_90") == right
-    assert len(compiler.asked) == 2
+    assert nvrtc.compiled(compiler, "a", "sm_90") == right and len(compiler.asked) == 2
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(kept):
@@ -158,8 +155,7 @@ def test_structures_of_the_driver_have_their_documented_sizes():
     # cuda.h: CUlaunchConfig is 7 unsigned, a stream, attributes and their count; CUlaunchAttribute 8 + 64 bytes.
     import ctypes
 
-    assert ctypes.sizeof(nvrtc._Config) == 56
-    assert ctypes.sizeof(nvrtc._Attribute) == 72
+    assert ctypes.sizeof(nvrtc._Config) == 56 and ctypes.sizeof(nvrtc._Attribute) == 72
     assert nvrtc._Attribute.value.offset == 8
 
 
@@ -174,13 +170,11 @@ def test_a_source_becomes_machine_code(compiler, kept):
 def test_a_source_that_does_not_compile_gives_the_compilers_words(compiler):
     with pytest.raises(DeviceError) as caught:
         compiler.compile("void f() { undeclared(); }", "sm_90", name="broken.cu")
-    assert "broken.cu does not compile for sm_90" in str(caught.value)
-    assert "undeclared" in str(caught.value)
+    assert "broken.cu does not compile for sm_90" in str(caught.value) and "undeclared" in str(caught.value)
 
 
 def test_a_card_newer_than_the_compiler_gets_portable_code(compiler):
-    assert compiler.target((9, 0)) == "sm_90"
-    assert compiler.target((99, 0)) == f"compute_{compiler.archs[-1]}"
+    assert compiler.target((9, 0)) == "sm_90" and compiler.target((99, 0)) == f"compute_{compiler.archs[-1]}"
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])

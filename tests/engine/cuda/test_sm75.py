@@ -119,8 +119,7 @@ def test_a_plan_for_a_t4_says_its_type_and_how_it_runs(llama, tmp_path, capsys):
     options = {"card": "T4", "context": 64}
     plan = trimtab.plan(llama, **options)
     assert plan.request.dtype == "float16" and "emulated" in plan.dtype_reason
-    assert plan.execution.step.mode == "graph"
-    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert plan.execution.step.mode == "graph" and Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     assert trimtab.plan(llama, dtype="bf16", **options).request.dtype == "bfloat16"
     assert trimtab.plan(llama, card="RTX 4060 8GB", context=64).request.dtype == "bfloat16"
     gemma = pico.build("gemma4", tmp_path / "gemma")
@@ -181,8 +180,7 @@ def test_gemma_4_e2b_takes_on_a_t4_what_the_stock_stack_takes(tmp_path):
         pico.e_series("e2b", tmp_path), card="T4", quant="nf4", place={"*": "resident"}, decode="eager", context=8,
         images=0, audio_s=0.0,
     )  # fmt: skip
-    assert plan.request.dtype == "float32"
-    assert plan.gpu_peak_bytes / 2**30 == pytest.approx(6.5, rel=0.03)
+    assert plan.request.dtype == "float32" and plan.gpu_peak_bytes / 2**30 == pytest.approx(6.5, rel=0.03)
     asked = trimtab.plan(
         pico.e_series("e2b", tmp_path), card="T4", quant="nf4", place={"*": "resident"}, decode="eager", context=8,
         images=0, audio_s=0.0, dtype="float32",
@@ -382,8 +380,7 @@ def test_the_largest_image_is_taken_that_the_context_has_room_for(context, side,
     with loaded_with_media(seeing, context=context, reason="chosen") as model:
         sides = [prompt["image"].width for _, prompt in float16_check._with_media(model)]
         found = float16_check.largest_activations(model)
-    assert sides == ([] if side is None else [side])
-    assert any(name.startswith("visual.") for name in found) == (side is not None)
+    assert sides == ([] if side is None else [side]) and any(name.startswith("visual.") for name in found) == (side is not None)
 
 
 def test_the_check_changes_no_answer(seeing):

@@ -180,8 +180,7 @@ def test_what_a_graph_would_repeat_gives_the_modules_answers(decode, replayed):
         batch = joined(loaded, decode, ASKED)
         assert answers(batch) == expected and batch.steps.fallbacks == []
         # Other adapters in the rows, fewer rows, another bucket: a capture each, and steps that repeat it.
-        assert batch.steps.captures == len(replayed) == 6
-        assert sum(one.replays for one in replayed) > len(replayed)
+        assert batch.steps.captures == len(replayed) == 6 and sum(one.replays for one in replayed) > len(replayed)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
@@ -478,8 +477,7 @@ def test_steps_captured_beforehand_are_those_of_the_first_requests(model, replay
     # The rows themselves, 2 and 1; nothing is left of the stand-ins.
     assert batch.steps.captures == len(replayed) == 3 and batch.steps.capture_s > 0
     assert batch.active == [] and batch.free_rows == rows and not batch.cache.positions.any()
-    assert answers(fill(batch, BASE_ROWS)) == expected
-    assert batch.steps.captures == 3 and batch.steps.fallbacks == []
+    assert answers(fill(batch, BASE_ROWS)) == expected and batch.steps.captures == 3 and batch.steps.fallbacks == []
 
 
 def test_nothing_is_captured_beforehand_while_requests_have_rows(model):
@@ -578,8 +576,7 @@ def test_every_family_is_prepared_and_its_rows_are_clean_afterwards(family, repl
         captured = batch.steps.captures
         assert captured == 2
         found = [through(batch, loaded.prepare(ids), GenerateRequest(max_new_tokens=12)) for _, ids, _ in asked]
-        assert len(found) == 2 and answers(batch) == expected
-        assert batch.steps.captures == captured
+        assert len(found) == 2 and answers(batch) == expected and batch.steps.captures == captured
 
 
 def test_graphs_that_look_up_fewer_layers_than_are_covered_now_are_dropped(model):
@@ -600,8 +597,7 @@ def test_after_preparing_no_request_waits_for_a_capture(model):
     if any(fall.what == "captures ahead of requests" for fall in batch.steps.fallbacks):
         pytest.skip("another process took memory of this device meanwhile")
     assert captured == 6 and batch.steps.capture_s > 0  # 4, 2 and 1 rows, without adapters and by table
-    assert answers(fill(batch, ASKED[:4])) == expected
-    assert batch.steps.captures == captured
+    assert answers(fill(batch, ASKED[:4])) == expected and batch.steps.captures == captured
 
 
 @pytest.mark.skipif(not ON_GPU, reason="on a CPU nothing is captured")

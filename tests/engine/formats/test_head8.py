@@ -51,8 +51,7 @@ def test_rows_are_scaled_by_their_largest_value_and_rounded_to_even(dtype):
     weight[3, :5] = torch.tensor([127, 0.5, 1.5, -2.5, -127]).to(dtype)  # scale 1: halves are ties
     q, scale = head8.quantize_rows(weight)
     wanted, scales = rounded_by_hand(weight)
-    assert q.tolist() == wanted and scale.tolist() == scales
-    assert q[3, :5].tolist() == [127, 0, 2, -2, -127]
+    assert q.tolist() == wanted and scale.tolist() == scales and q[3, :5].tolist() == [127, 0, 2, -2, -127]
     assert scale[2] == 0 and not q[2].any()
     assert int(q.abs().max()) == 127 and int(q.min()) >= -127
     back = head8.dense(q, scale, torch.float32)
@@ -108,8 +107,7 @@ def test_the_kernel_agrees_with_float64_and_torch(rows, width, bias, order):
     head = random_head(rows, width, bias=bias)
     module = kernel(order=order)
     assert head8_choice.why_not(head, torch.bfloat16, module) is None
-    assert head8_choice.check(module, head, counts=(1, 2, 5, 8)) is None
-    assert module.launches == ["head8"] * 4
+    assert head8_choice.check(module, head, counts=(1, 2, 5, 8)) is None and module.launches == ["head8"] * 4
 
 
 @needs_compiler
@@ -264,8 +262,7 @@ def test_a_step_is_counted_with_the_weights_that_are_float32_at_a_time():
     use = use_of(LoadRequest(model="m", context_tokens=1, images=0, audio_s=0), found["full"], answer_tokens=1)
     steps = {head: needs_of(one, use, quant="nf4-dq", has_adapters=False).phases["step"][1] for head, one in found.items()}
     rows, width = head_weight(DEMO / "base").shape
-    assert rows * width < HEAD_CHUNK_VALUES
-    assert steps["int8"] >= 4 * rows * width > steps["full"]
+    assert rows * width < HEAD_CHUNK_VALUES and steps["int8"] >= 4 * rows * width > steps["full"]
 
 
 def test_with_an_8_bit_head_the_token_table_can_leave(demo_plan):

@@ -173,8 +173,7 @@ def test_cuts_cover_every_row_and_column_once_and_fit_the_card(rows, columns, n)
     assert found == sorted(found, key=lambda cut: cut.estimated_us)
     for cut in found:
         units = cuts.units_of(rows, pair=pair)
-        assert (cut.grid - 1) * cut.units < units <= cut.grid * cut.units
-        assert cut.units % 2 == 0 or not pair
+        assert (cut.grid - 1) * cut.units < units <= cut.grid * cut.units and (cut.units % 2 == 0 or not pair)
         blocks = columns // 64
         assert (cut.splits - 1) * cut.chunk < blocks <= cut.splits * cut.chunk
         assert cut.chunk % 4 == 0  # blocks are read four at a time
@@ -193,8 +192,7 @@ def test_a_card_with_little_shared_memory_gets_more_cuts_along_k():
     small = {"multiprocessors": 46, "shared_bytes": 101376}  # compute capability 8.6 and 8.9
     found = cuts.cuts((2560,), 10240, 8, **small)
     assert {cut.splits for cut in found if not cut.held} == {14} and {cut.splits for cut in found if cut.held} == {8}
-    assert cuts.cuts((2560,), 10240, 1, **small)
-    assert not cuts.cuts((2560,), 65536, 8, **small)
+    assert cuts.cuts((2560,), 10240, 1, **small) and not cuts.cuts((2560,), 65536, 8, **small)
 
 
 @needs_gxx
@@ -290,8 +288,7 @@ def test_weights_held_in_registers_give_the_same_product(modules, rows, columns,
         for module in modules:
             outs.append(torch.full((n, sum(rows)), math.nan, dtype=dtype))
             matvec.matvec4(x, group, outs[-1], bias=bias, lora=given, module=module, cut=cut)
-            assert (module.scratch["parts"] == matvec.EMPTY).all()
-            assert module.launches[-1] == "matvec_held"
+            assert (module.scratch["parts"] == matvec.EMPTY).all() and module.launches[-1] == "matvec_held"
         assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
         wanted = exact(x, group, bias)
         for i in range(n):
@@ -371,8 +368,7 @@ def test_zero_tiny_huge_and_broken_rows_do_not_touch_each_other(modules):
     wanted = exact(x, group)
     for i in (0, 2, 3, 6):
         assert tuning.relative_error(out[i], wanted[i]) < tuning.LARGEST_ERROR, i
-    assert torch.equal(out[1], torch.zeros(32).bfloat16())
-    assert not out[4].isfinite().any() and not out[5].isfinite().any()
+    assert torch.equal(out[1], torch.zeros(32).bfloat16()) and not out[4].isfinite().any() and not out[5].isfinite().any()
 
 
 @needs_gxx
@@ -774,8 +770,7 @@ def test_the_norm_in_front_may_be_a_part_of_a_product(modules, rows, cut, paired
             outs.append((out, norm.out_h))
         (wanted, h), (first, first_h) = outs[:2]
         # A sum in another order moves a value of h or x by one step of bf16 now and then.
-        assert ((first_h.float() - h.float()).abs() <= h.float().abs() * 2**-7).all()
-        assert (first_h != h).float().mean() < 0.01
+        assert ((first_h.float() - h.float()).abs() <= h.float().abs() * 2**-7).all() and (first_h != h).float().mean() < 0.01
         assert tuning.relative_error(first, wanted) < tuning.LARGEST_ERROR
         assert all(torch.equal(out, first) and torch.equal(h, first_h) for out, h in outs[2:])
 

@@ -82,8 +82,7 @@ def check_equal(folder: Path, dtype: str = "bfloat16") -> hf.Probe:
     reference, info = load_reference(folder, dtype)
     expected, found = tensors_of(reference), tensors_of(probe.model)
     assert list(found) == list(expected)
-    assert type(probe.model) is type(reference)
-    assert not probe.model.training
+    assert type(probe.model) is type(reference) and not probe.model.training
     for name, tensor in expected.items():
         source = probe.sources.get(name)
         made = found[name] if source is None else source.replay(lambda n: read_small({n: checkpoint.tensors[n]})[n])
@@ -107,9 +106,7 @@ def check_equal(folder: Path, dtype: str = "bfloat16") -> hf.Probe:
 @pytest.mark.parametrize("family", pico.FAMILIES)
 def test_every_family_is_what_stock_loads(family, built):
     probe = check_equal(built(family))
-    assert probe.missing == ()
-    assert probe.unexpected == ()
-    assert probe.sources
+    assert probe.missing == () and probe.unexpected == () and probe.sources
 
 
 @pytest.mark.parametrize(
@@ -213,8 +210,7 @@ def test_missing_clip_bounds_keep_stock_s_initial_value(tmp_path):
     lost = ["model.vision_tower.encoder.layers.0.self_attn.q_proj.input_max", "model.language_model.layers.0.layer_scalar"]
     folder = edited(pico.build("gemma4", tmp_path), lambda t: [t.pop(name) for name in lost])
     probe = check_equal(folder)
-    assert probe.missing == tuple(sorted(lost))
-    assert probe.model.get_buffer(lost[0]).item() == float("inf")
+    assert probe.missing == tuple(sorted(lost)) and probe.model.get_buffer(lost[0]).item() == float("inf")
     assert probe.model.get_buffer(lost[1]).item() == 1
 
 
@@ -299,8 +295,7 @@ def test_an_unknown_class_of_a_known_model_type_is_refused_by_name(tmp_path):
     folder = configured(pico.build("llama", tmp_path), architectures=["LlamaForEverything"])
     with pytest.raises(CheckpointError) as caught:
         hf.probe(read_checkpoint(folder))
-    assert "LlamaForEverything" in str(caught.value)
-    assert transformers.__version__ in str(caught.value)
+    assert "LlamaForEverything" in str(caught.value) and transformers.__version__ in str(caught.value)
 
 
 def test_code_of_the_checkpoint_is_never_run(tmp_path):
@@ -337,8 +332,7 @@ def test_a_quantization_config_is_taken_out_of_the_config_and_its_parts(tmp_path
     text = json.loads((folder / "config.json").read_text())["text_config"]
     configured(folder, quantization_config=bnb, text_config=text | {"quantization_config": bnb})
     config = hf.read_config(read_checkpoint(folder))
-    assert not hasattr(config, "quantization_config")
-    assert not hasattr(config.text_config, "quantization_config")
+    assert not hasattr(config, "quantization_config") and not hasattr(config.text_config, "quantization_config")
 
 
 # The process ----------------------------------------------------------------------------------------------------------
@@ -396,8 +390,7 @@ def test_declared_shapes_are_those_of_the_files(built, tmp_path):
         declared, real = hf.probe(read_checkpoint(folder)), hf.probe(read_checkpoint(built(family)))
         sizes = [{n: (t.shape, t.dtype) for n, t in tensors_of(p.model).items()} for p in (declared, real)]
         assert sizes[0] == sizes[1]
-        assert declared.ties == real.ties
-        assert set(declared.sources) == set(real.sources)
+        assert declared.ties == real.ties and set(declared.sources) == set(real.sources)
 
 
 # bitsandbytes ---------------------------------------------------------------------------------------------------------
@@ -410,8 +403,7 @@ def test_the_linears_left_alone_are_stock_s(family, built):
     model = hf.probe(read_checkpoint(built(family))).model
     left = hf.stock_unquantized(model, "nf4")
     linears = {path for path, module in model.named_modules() if type(module) is nn.Linear}
-    assert linears - set(left) == converted
-    assert all(left.values())
+    assert linears - set(left) == converted and all(left.values())
     assert hf.stock_unquantized(model, "none") == {}
 
 
@@ -437,11 +429,9 @@ def test_packed_weights_are_leaves_of_their_logical_shape(quant, built, tmp_path
     assert len(packed) > 20
     assert probe.unexpected == ()
     leaves = {name: source.leaves[0] for name, source in probe.sources.items() if source.leaves[0] in packed}
-    assert sorted(leaves.values()) == sorted(packed)
-    assert all(probe.sources[name].is_leaf for name in leaves)
+    assert sorted(leaves.values()) == sorted(packed) and all(probe.sources[name].is_leaf for name in leaves)
     for name, tensor in tensors_of(probe.model).items():
-        assert tensor.shape == tensors_of(plain.model)[name].shape
-        assert tensor.dtype == tensors_of(plain.model)[name].dtype
+        assert tensor.shape == tensors_of(plain.model)[name].shape and tensor.dtype == tensors_of(plain.model)[name].dtype
 
 
 # Processors -----------------------------------------------------------------------------------------------------------

@@ -34,10 +34,8 @@ def test_a_saved_module_keeps_path_parameters_and_attributes(tmp_path: Path) -> 
     original = model.norm
     names = [name for name, _ in model.named_parameters()]
     put_on(model, store, toy, folder, "one")
-    assert isinstance(model.norm, SavedModule)
-    assert model.get_submodule("norm") is model.norm
-    assert [name for name, _ in model.named_parameters()] == names
-    assert model.norm.eps == original.eps
+    assert isinstance(model.norm, SavedModule) and model.get_submodule("norm") is model.norm
+    assert [name for name, _ in model.named_parameters()] == names and model.norm.eps == original.eps
     assert model.norm.weight is original.weight
     store.set("one")
     assert torch.equal(model.norm.weight, read(read_adapter(folder).tensors["base_model.model.norm.weight"]))
@@ -111,8 +109,7 @@ def test_rows_without_an_adapter_are_not_computed(tmp_path: Path, monkeypatch: p
 def test_equal_rows_are_one_adapter_and_work_for_any_batch(tmp_path: Path) -> None:
     _, model, store = three_adapters(tmp_path)
     store.set_rows(["a", "a"])
-    assert store.selection.active() == ("a",)
-    assert store.selection.rows is None
+    assert store.selection.active() == ("a",) and store.selection.rows is None
     with torch.no_grad():
         together = model(IDS)
         store.set("a")
@@ -124,8 +121,7 @@ def test_mixed_rows_with_another_number_of_inputs_are_refused(tmp_path: Path) ->
     store.set_rows(["a", "b"])
     with pytest.raises(RequestError) as caught:
         model(IDS)
-    assert caught.value.field == "adapter"
-    assert caught.value.value == ["a", "b"]
+    assert caught.value.field == "adapter" and caught.value.value == ["a", "b"]
 
 
 def test_a_tower_needs_its_own_rows_even_if_the_counts_agree(tmp_path: Path) -> None:
@@ -203,9 +199,7 @@ def test_a_failing_read_attaches_nothing(tmp_path: Path) -> None:
     norm = model.norm
     with pytest.raises(OSError, match="disk gone"):
         attach_fitted(fit(model, spec), "one", read=failing, device="cpu", store=store)
-    assert not model.up.adapters
-    assert not model.down.adapters
-    assert model.norm is norm
+    assert not model.up.adapters and not model.down.adapters and model.norm is norm
     assert not store.names
 
 
@@ -220,9 +214,7 @@ def test_a_model_without_the_modules_is_refused_with_all_of_them(tmp_path: Path)
         attach_fitted(fit(model, spec), "one", read=read, device="cpu", store=store)
     words = "\n".join(caught.value.problems)
     assert len(caught.value.problems) == 4  # norm lacks two parameters
-    assert "no module down" in words
-    assert "up is a Linear" in words
-    assert "norm has no weight" in words
+    assert "no module down" in words and "up is a Linear" in words and "norm has no weight" in words
     assert not model.embed.adapters
     assert not store.names
 
@@ -239,8 +231,7 @@ def test_detach_gives_the_memory_back_and_falls_back_to_the_base(tmp_path: Path)
     detach(model, "d")
     gc.collect()
     assert [ref() for ref in watched] == [None] * len(watched)
-    assert store.selection.active() == (None,)
-    assert store.names == {"a", "b", "c"}
+    assert store.selection.active() == (None,) and store.names == {"a", "b", "c"}
     with torch.no_grad():
         assert torch.equal(model(IDS), toy(IDS))
     detach(model, "c")

@@ -96,8 +96,7 @@ def test_the_tightest_group_on_the_way_up_counts(tmp_path):
 def test_version_1_groups_are_read_too_and_their_no_limit_number_is_none(tmp_path):
     group(tmp_path / "fs/memory/job", 1000, 300, 100, version=1)
     group(tmp_path / "fs/memory", 9223372036854771712, 300, 0, version=1)
-    assert available(tmp_path, "4:cpu,memory:/job") == 800
-    assert available(tmp_path, "4:memory:/") is None
+    assert available(tmp_path, "4:cpu,memory:/job") == 800 and available(tmp_path, "4:memory:/") is None
 
 
 def test_other_systems_have_no_groups(tmp_path):
@@ -185,8 +184,7 @@ def test_rates_of_a_busy_machine_are_kept_for_minutes_only(cache, monkeypatch):
 @pytest.mark.parametrize(("percent", "is_busy"), [(None, False), (0, False), (20, False), (21, True), (100, True)])
 def test_a_gpu_that_others_use_is_busy(percent, is_busy, monkeypatch):
     monkeypatch.setattr(devices.gpus, "busy_percent", lambda index: percent if index == 1 else 100)
-    assert devices._gpu_is_busy(torch.device("cuda:1")) is is_busy
-    assert not devices._gpu_is_busy(torch.device("cpu"))
+    assert devices._gpu_is_busy(torch.device("cuda:1")) is is_busy and not devices._gpu_is_busy(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("share", "is_busy"), [(1.0, False), (0.85, False), (0.75, True), (0.5, True)])
@@ -224,8 +222,7 @@ def test_a_damaged_cache_is_measured_again_and_replaced(damaged, has_digest, cac
         own_folder.write_own(file, file.name, damaged.encode("latin-1"))
     else:
         file.write_text(damaged, encoding="latin-1")
-    assert devices.measure_rates("cpu") == MEASURED
-    assert devices.measure_rates("cpu") == MEASURED
+    assert devices.measure_rates("cpu") == MEASURED and devices.measure_rates("cpu") == MEASURED
     assert cache == ["cpu"]
 
 
@@ -248,12 +245,10 @@ def test_a_real_measurement_has_every_rate_and_makes_sense(tmp_path, monkeypatch
     for name, size in (("SAMPLE_BYTES", 2**22), ("DISK_SAMPLE_BYTES", 2**22), ("GEMV_SIDE", 512)):
         monkeypatch.setattr(devices, name, size)
     rates = devices.measure_rates("cpu", cache=False)
-    assert rates.host_Bps > 1e8
-    assert rates.disk_Bps > 1e6
+    assert rates.host_Bps > 1e8 and rates.disk_Bps > 1e6
     # Without a GPU the execution device is the CPU itself.
     assert (rates.device_Bps, rates.device_flops) == (rates.host_matmul_Bps, rates.host_flops)
-    assert rates.pinned_h2d_Bps == rates.host_Bps
-    assert rates.launch_s > 0 and 0 < rates.transfer_s < 1e-3
+    assert rates.pinned_h2d_Bps == rates.host_Bps and rates.launch_s > 0 and 0 < rates.transfer_s < 1e-3
     assert 0 < rates.disk_access_s < 1
     # Everything that a small operation takes here is in its time.
     monkeypatch.setattr(torch, "pow", lambda base, _: (sum(range(20_000)), base)[1])

@@ -129,8 +129,7 @@ def test_towers_are_a_piece_of_their_own():
         prompt = batch.begin(picture(model, "gemma3", 9), trimtab.GenerateRequest(max_new_tokens=4))
         assert prompt.needs_towers
         assert prompt.step() is False and prompt.chunk_tokens == 0 and prompt.done_tokens == 0
-        assert not prompt.needs_towers
-        assert prompt.step() is True and prompt.chunk_tokens == 32
+        assert not prompt.needs_towers and prompt.step() is True and prompt.chunk_tokens == 32
         plain = batch.begin(model.prepare([5, 6, 7]), trimtab.GenerateRequest(max_new_tokens=4))
         assert not plain.needs_towers
 
@@ -519,8 +518,7 @@ def test_a_form_is_all_that_is_not_in_tensors():
     assert made(x, (y, None), cu_seqlens=lengths, flag=True)[0] == form
     assert made(x, (y, None), cu_seqlens=lengths + 1, flag=True)[0] != form
     assert made(x, (y, None), cu_seqlens=lengths, flag=False)[0] != form
-    assert made(x.half(), (y, None), cu_seqlens=lengths, flag=True)[0] != form
-    assert made(1)[0] != made(True)[0]
+    assert made(x.half(), (y, None), cu_seqlens=lengths, flag=True)[0] != form and made(1)[0] != made(True)[0]
     with pytest.raises(UnknownFormError, match="SimpleNamespace"):
         made(SimpleNamespace())
 
@@ -570,8 +568,7 @@ def test_what_lies_in_the_padding_changes_nothing(monkeypatch):
             features[:, 150:] = 1e3
             found = heard(model, (features, mask))
         real = expected.attention_mask
-        assert torch.equal(found.pooler_output[real], expected.pooler_output[real])
-        assert real.sum() == 38
+        assert torch.equal(found.pooler_output[real], expected.pooler_output[real]) and real.sum() == 38
 
 
 def test_sounds_of_few_lengths_share_graphs():
