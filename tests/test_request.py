@@ -137,8 +137,7 @@ FLAGS = {
     ("--threads='': must be an integer", "--threads", "--threads='': must be an integer"),
 ])  # fmt: skip
 def test_arguments_read_as_the_flags_of_the_command(text: str, field: str | None, expected: str) -> None:
-    assert in_flags(text, field, FLAGS) == expected
-    assert in_flags(text, field, {}) == text
+    assert in_flags(text, field, FLAGS) == expected and in_flags(text, field, {}) == text
 
 
 # load and plan --------------------------------------------------------------------------------------------------------

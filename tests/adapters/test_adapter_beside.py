@@ -88,16 +88,14 @@ def test_trained_weights_beside_an_adapter_are_refused_by_name(name: str, adapte
     with pytest.raises(AdapterError) as caught:
         read_adapter(adapter)
     (problem,) = caught.value.problems
-    assert problem.startswith(f"{name}: weights next to the adapter (")
-    assert "name that folder as the model" in problem
+    assert problem.startswith(f"{name}: weights next to the adapter (") and "name that folder as the model" in problem
 
 
 def test_what_training_leaves_is_no_alarm(adapter: Path) -> None:
     for name in HARMLESS_FILES:
         put(adapter, name)
     found = read_adapter(adapter)
-    assert found.notes == ()
-    assert len(found.tensors) > 10
+    assert found.notes == () and len(found.tensors) > 10
 
 
 @pytest.mark.parametrize("name", TOLD_FILES)
@@ -119,8 +117,7 @@ def test_all_files_are_named_at_once_and_many_are_counted(adapter: Path) -> None
     put(adapter, "optimizer.pt")
     with pytest.raises(AdapterError) as caught:
         read_adapter(adapter)
-    assert len(caught.value.problems) == 21
-    assert caught.value.problems[0].startswith("part00.safetensors: ")
+    assert len(caught.value.problems) == 21 and caught.value.problems[0].startswith("part00.safetensors: ")
     assert caught.value.problems[-1].startswith("10 more files")
 
 

@@ -115,8 +115,7 @@ def test_answers_as_stock_peft_unsplit(work: Path, family: str) -> None:
     expected = stock.logits(stock.with_adapter(base, adapter), given)
     assert not torch.equal(plain, expected)
     unsplit = bridged(stock.load_stock(folder, device=DEVICE), adapter)
-    assert isinstance(unsplit, PeftModel)
-    assert same(stock.logits(unsplit, given), expected)
+    assert isinstance(unsplit, PeftModel) and same(stock.logits(unsplit, given), expected)
     cut = bridged(split.load(folder, split.last_layer_off(folder)), adapter)
     assert same(stock.logits(cut, given), expected)
 
@@ -221,9 +220,7 @@ def test_placement_is_untouched(work: Path, name: str) -> None:
     assert {path.replace(".base_layer", "") for path in with_adapters["hooks"]} == set(before["hooks"])
     assert {path.replace(".base_layer", ""): hook for path, hook in with_adapters["hooks"].items()} == before["hooks"]
     own = {name.replace(".base_layer", ""): is_at for name, is_at in with_adapters["tensors"].items() if "lora_" not in name}
-    assert own == before["tensors"]
-    assert model.unload() is base
-    assert split.placement(base) == before
+    assert own == before["tensors"] and model.unload() is base and split.placement(base) == before
 
 
 def test_stock_peft_undoes_the_same_split(work: Path) -> None:
@@ -302,8 +299,7 @@ def test_an_adapter_loaded_after_the_last_was_deleted_keeps_the_placement(work: 
     model.delete_adapter("default")
     model.load_adapter(adapter_of(work, name="other", seed=7), "other")
     model.set_adapter("other")
-    assert model.hf_device_map == before
-    assert same(stock.logits(model, inputs_of(model)), reference["other"])
+    assert model.hf_device_map == before and same(stock.logits(model, inputs_of(model)), reference["other"])
 
 
 @pytest.mark.parametrize("name", ["disk", "catch-all", pytest.param("cpu", marks=pytest.mark.slow)])
@@ -471,8 +467,7 @@ def test_keys_of_kv_shared_layers_are_said_and_change_nothing(
     assert same(stock.logits(model, inputs_of(model)), reference["all"])
     assert [record.args[1] for record in caplog.records if record.name == "trimtab.bridge"] == [8]
     found = check(model)
-    assert found.adapters["default"]["no_effect"] == 8
-    assert found.counts["keys-without-effect"] == 8
+    assert found.adapters["default"]["no_effect"] == 8 and found.counts["keys-without-effect"] == 8
 
 
 def test_every_key_that_fits_nothing_is_listed_and_nothing_is_changed(work: Path, tmp_path: Path) -> None:
@@ -539,8 +534,7 @@ def test_second_adapter_that_does_not_fit_leaves_the_first(work: Path, tmp_path:
     with pytest.raises(RequestError) as caught:
         model.load_adapter(adapter_of(work), "default")
     assert caught.value.field == "adapter_name"
-    assert list(model.peft_config) == ["default"]
-    assert same(stock.logits(model, inputs_of(model)), reference["all"])
+    assert list(model.peft_config) == ["default"] and same(stock.logits(model, inputs_of(model)), reference["all"])
 
 
 # Arguments ------------------------------------------------------------------------------------------------------------

@@ -122,8 +122,7 @@ def test_config_names_another_index_and_it_is_checked(tmp_path: Path) -> None:
     files = {"x.safetensors": safetensors(("a",)), "x.safetensors.index.json": index({"a": "x.safetensors", "b": "x.safetensors"})}
     folder = folder_of(tmp_path / "m", files, {"transformers_weights": "x.safetensors.index.json"})
     error = refusal(folder)
-    assert error.path == str(folder / "x.safetensors.index.json")
-    assert "b (in x.safetensors)" in str(error)
+    assert error.path == str(folder / "x.safetensors.index.json") and "b (in x.safetensors)" in str(error)
     (folder / "x.safetensors").write_bytes(safetensors(("a", "b")))
     assert set(read_checkpoint(folder).tensors) == {"a", "b"}
 
@@ -193,8 +192,7 @@ def test_folder_without_config_is_refused(tmp_path: Path) -> None:
 def test_adapter_folder_is_refused_as_one(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_bytes(b"{}")
     error = refusal(tmp_path)
-    assert "is an adapter, not a model" in str(error)
-    assert "base model" in error.hint
+    assert "is an adapter, not a model" in str(error) and "base model" in error.hint
 
 
 @pytest.mark.parametrize(
@@ -207,8 +205,7 @@ def test_adapter_folder_is_refused_as_one(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_config_that_is_no_json_object_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
     error = refusal(folder_of(tmp_path / "m", {"config.json": content, "model.safetensors": safetensors()}))
-    assert error.path == str(tmp_path / "m" / "config.json")
-    assert reason in str(error)
+    assert error.path == str(tmp_path / "m" / "config.json") and reason in str(error)
 
 
 def test_quantization_that_is_no_object_is_refused(tmp_path: Path) -> None:
@@ -228,8 +225,7 @@ def test_missing_shards_are_all_named(tmp_path: Path) -> None:
     (folder / "one.safetensors").unlink()
     (folder / "two.safetensors").unlink()
     error = refusal(folder)
-    assert "2 of 2 shards are missing: one.safetensors, two.safetensors" in str(error)
-    assert "download them again" in error.hint
+    assert "2 of 2 shards are missing: one.safetensors, two.safetensors" in str(error) and "download them again" in error.hint
 
 
 @pytest.mark.parametrize(
@@ -253,8 +249,7 @@ def test_index_that_names_an_impossible_file_counts_as_a_missing_shard(tmp_path:
 def test_index_without_a_weight_map_is_refused(tmp_path: Path, content: bytes) -> None:
     folder = folder_of(tmp_path / "m", {"model.safetensors.index.json": content})
     error = refusal(folder)
-    assert error.path == str(folder / "model.safetensors.index.json")
-    assert "has no weight_map" in str(error)
+    assert error.path == str(folder / "model.safetensors.index.json") and "has no weight_map" in str(error)
 
 
 def test_tensors_missing_from_the_file_that_the_index_names_are_refused(tmp_path: Path) -> None:
@@ -273,15 +268,13 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 def test_broken_shard_is_refused_by_its_own_name(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m", **{"two.safetensors": b"version https://git-lfs.github.com/spec/v1\n"})
     error = refusal(folder)
-    assert error.path == str(folder / "two.safetensors")
-    assert "Git LFS" in str(error)
+    assert error.path == str(folder / "two.safetensors") and "Git LFS" in str(error)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt"])
 def test_pickle_alone_is_refused_with_the_next_step(tmp_path: Path, name: str) -> None:
     error = refusal(folder_of(tmp_path / "m", {name: b"", "training_args.bin": b""}))
-    assert f"only as pickle ({name})" in str(error)
-    assert "Convert it to safetensors" in error.hint
+    assert f"only as pickle ({name})" in str(error) and "Convert it to safetensors" in error.hint
 
 
 @pytest.mark.parametrize(("config", "words"), [
@@ -445,10 +438,8 @@ def test_the_snapshot_is_the_one_that_huggingface_hub_finds(tmp_path: Path) -> N
 @pytest.mark.parametrize("model", ["org/none", "none"])
 def test_hub_id_that_is_not_cached_is_refused_with_how_to_get_it(tmp_path: Path, model: str) -> None:
     error = refusal(model)
-    assert error.path == model
-    assert "nothing is downloaded automatically" in str(error)
-    assert str(tmp_path / "hub") in str(error)
-    assert f"trimtab pull {model}" in error.hint
+    assert error.path == model and "nothing is downloaded automatically" in str(error)
+    assert str(tmp_path / "hub") in str(error) and f"trimtab pull {model}" in error.hint
 
 
 @pytest.mark.parametrize(
@@ -486,8 +477,7 @@ def test_link_to_a_blob_that_is_not_there_is_refused_not_taken_for_no_weights(tm
     folder = cached(tmp_path, main=REVISION)
     (folder / "blobs" / "w").unlink()
     error = refusal(folder)
-    assert error.path == str(folder / "snapshots" / REVISION / "model.safetensors")
-    assert "a broken link" in str(error)
+    assert error.path == str(folder / "snapshots" / REVISION / "model.safetensors") and "a broken link" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -86,14 +86,12 @@ def test_empty_tensors_and_scalars_have_their_place(tmp_path: Path) -> None:
 def test_tensors_may_be_listed_in_another_order_than_they_lie(tmp_path: Path) -> None:
     tensors = {"second": entry(offsets=[4, 8]), "first": entry(offsets=[0, 4])}
     header = read_header(written(tmp_path, framed(json.dumps(tensors).encode(), bytes(8))))
-    assert header.tensors["second"].start == header.tensors["first"].start + 4
-    assert list(header.tensors) == ["second", "first"]
+    assert header.tensors["second"].start == header.tensors["first"].start + 4 and list(header.tensors) == ["second", "first"]
 
 
 def test_metadata_is_text_by_text(tmp_path: Path) -> None:
     header = read_header(written(tmp_path, framed('{"__metadata__":{"format":"pt","ключ":"é"}}'.encode())))
-    assert header.metadata == {"format": "pt", "ключ": "é"}
-    assert header.tensors == {}
+    assert header.metadata == {"format": "pt", "ключ": "é"} and header.tensors == {}
 
 
 def test_reading_needs_neither_torch_nor_the_safetensors_library() -> None:
@@ -117,8 +115,7 @@ def test_what_the_library_writes_comes_back(tmp_path: Path, dtype: str) -> None:
     file = tmp_path / "model.safetensors"
     save_file(source, file, metadata={"format": "pt"})
     header, content = read_header(file), file.read_bytes()
-    assert header.metadata == {"format": "pt"}
-    assert set(header.tensors) == set(source)
+    assert header.metadata == {"format": "pt"} and set(header.tensors) == set(source)
     for name, tensor in source.items():
         found = header.tensors[name]
         assert (found.dtype, found.shape) == (dtype, tuple(tensor.shape))
@@ -136,8 +133,7 @@ def test_file_of_less_than_eight_bytes_is_refused(tmp_path: Path, content: bytes
 
 def test_header_longer_than_the_file_is_refused_as_cut_short(tmp_path: Path) -> None:
     error = refusal(tmp_path, b"\x39\0\0\0\0\0\0\0{}")
-    assert "header of 57 B is longer than the file (10 B)" in str(error)
-    assert "truncated" in error.hint
+    assert "header of 57 B is longer than the file (10 B)" in str(error) and "truncated" in error.hint
 
 
 def test_cut_header_whose_length_looks_like_a_pickle_is_not_called_one(tmp_path: Path) -> None:
@@ -177,16 +173,14 @@ def test_path_with_a_null_character_is_refused() -> None:
 def test_git_lfs_pointer_is_named(tmp_path: Path) -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9940000000\n"
     error = refusal(tmp_path, pointer)
-    assert "Git LFS pointer" in str(error)
-    assert "git lfs pull" in error.hint
+    assert "Git LFS pointer" in str(error) and "git lfs pull" in error.hint
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("value", [None, {"weight": [1.0] * 100}], ids=["short", "long"])
 def test_pickle_is_named(tmp_path: Path, protocol: int, value: Any) -> None:
     error = refusal(tmp_path, pickle.dumps(value, protocol=protocol))
-    assert "is a pickle" in str(error)
-    assert "Convert it to safetensors" in error.hint
+    assert "is a pickle" in str(error) and "Convert it to safetensors" in error.hint
 
 
 @pytest.mark.parametrize("as_zip", [True, False])
@@ -242,8 +236,7 @@ def test_tensor_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     one = b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
     two = b'"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}'
     error = refusal(tmp_path, framed(b"{" + one + b"," + two + b"}", bytes(2)))
-    assert error.tensor_name == "a"
-    assert "occurs twice" in str(error)
+    assert error.tensor_name == "a" and "occurs twice" in str(error)
 
 
 def test_key_of_a_tensor_that_occurs_twice_is_refused_under_the_tensors_name(tmp_path: Path) -> None:
@@ -253,8 +246,7 @@ def test_key_of_a_tensor_that_occurs_twice_is_refused_under_the_tensors_name(tmp
 
 def test_tensor_name_that_is_half_a_surrogate_pair_is_refused_with_a_printable_error(tmp_path: Path) -> None:
     error = refusal(tmp_path, framed(b'{"a\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', bytes(1)))
-    assert error.tensor_name == "a\\ud800"
-    assert "not valid Unicode" in str(error)
+    assert error.tensor_name == "a\\ud800" and "not valid Unicode" in str(error)
     str(error).encode("utf-8")
 
 
@@ -280,25 +272,21 @@ ITEMS = {
 @pytest.mark.parametrize(("said", "item"), [(said, item) for said, items in ITEMS.items() for item in items], ids=repr)
 def test_what_describes_no_tensor_is_refused(tmp_path: Path, said: str, item: Any) -> None:
     error = refusal_of(tmp_path, {"a": item})
-    assert error.tensor_name == "a"
-    assert said in str(error)
+    assert error.tensor_name == "a" and said in str(error)
 
 
 @pytest.mark.parametrize("dtype", ["F128", "f16", "", 1, None, ["U8"], "F4", "x" * 10_000])
 def test_unknown_dtype_is_refused_with_the_known_ones(tmp_path: Path, dtype: Any) -> None:
     error = refusal_of(tmp_path, {"a": entry(dtype)})
-    assert error.tensor_name == "a"
-    assert "unknown dtype" in str(error)
-    assert "BF16" in str(error)
-    assert len(str(error)) < 1000
+    assert error.tensor_name == "a" and "unknown dtype" in str(error)
+    assert "BF16" in str(error) and len(str(error)) < 1000
 
 
 @pytest.mark.parametrize(("dtype", "shape", "need"), [("U8", [3], 3), ("U8", [5], 5), ("F32", [], 4), ("F16", [2, 0], 0)], ids=repr)
 def test_size_that_is_not_shape_times_dtype_is_refused(tmp_path: Path, dtype: str, shape: list[int], need: int) -> None:
     nbytes = 6
     error = refusal_of(tmp_path, {"a": entry(dtype, shape, [0, nbytes])}, bytes(nbytes))
-    assert error.tensor_name == "a"
-    assert f"has 6 B, its dtype {dtype} and shape {shape} need {need} B" in str(error)
+    assert error.tensor_name == "a" and f"has 6 B, its dtype {dtype} and shape {shape} need {need} B" in str(error)
 
 
 # What is refused: the layout ------------------------------------------------------------------------------------------
@@ -306,9 +294,7 @@ def test_size_that_is_not_shape_times_dtype_is_refused(tmp_path: Path, dtype: st
 
 def test_offsets_beyond_the_data_are_refused_as_cut_short(tmp_path: Path) -> None:
     error = refusal_of(tmp_path, {"a": entry(), "b": entry(offsets=[4, 8])}, bytes(7))
-    assert error.tensor_name == "b"
-    assert "ends at byte" in str(error)
-    assert "truncated" in error.hint
+    assert error.tensor_name == "b" and "ends at byte" in str(error) and "truncated" in error.hint
 
 
 @pytest.mark.parametrize(
@@ -324,8 +310,7 @@ def test_offsets_beyond_the_data_are_refused_as_cut_short(tmp_path: Path) -> Non
 )
 def test_overlaps_and_holes_are_refused(tmp_path: Path, entries: dict[str, Any], nbytes: int, name: str, said: str) -> None:
     error = refusal_of(tmp_path, entries, bytes(nbytes))
-    assert error.tensor_name == name
-    assert said in str(error)
+    assert error.tensor_name == name and said in str(error)
 
 
 def test_every_tensor_inside_a_larger_one_is_named(tmp_path: Path) -> None:
@@ -346,8 +331,7 @@ def test_bytes_after_a_header_without_tensors_are_refused(tmp_path: Path) -> Non
 def test_every_wrong_tensor_is_named_at_once(tmp_path: Path) -> None:
     wrong = {f"bad{number}": entry("F128") for number in range(9)}
     error = refusal_of(tmp_path, {"good": entry()} | wrong)
-    assert error.tensor_name == "bad0"
-    assert "and 8 more: bad1: unknown dtype" in str(error)
+    assert error.tensor_name == "bad0" and "and 8 more: bad1: unknown dtype" in str(error)
     assert "good" not in str(error)
     assert "bad6" not in str(error)  # a broken file of thousands of tensors must not fill the screen
 

@@ -171,8 +171,7 @@ def test_very_long_names_take_no_time_and_keep_their_end() -> None:
 @given(st.text(max_size=20), st.lists(st.text(max_size=20), max_size=6), st.integers(-1, 8))
 def test_any_text_gives_a_few_of_the_choices(name: str, choices: list[str], count: int) -> None:
     found = near_names(name, choices, count)
-    assert len(found) == len(set(found)) <= max(count, 0)
-    assert set(found) <= set(choices)
+    assert len(found) == len(set(found)) <= max(count, 0) and set(found) <= set(choices)
 
 
 @given(st.text(min_size=1, max_size=20), st.lists(st.text(max_size=20), max_size=6))
@@ -275,8 +274,7 @@ def test_random_patterns_match_as_in_python() -> None:
     r"(?!([\w.]+)+!)([\w.]+)+!", "((a{0,60000}){0,60000}){0,60000}!", "(((.?){1,9999}){1,9999}){1,9999}!",
 ])  # fmt: skip
 def test_hostile_patterns_end_with_the_right_answer(pattern: str) -> None:
-    assert Matcher(NAMES).matching(pattern) == set()
-    assert Matcher(NAMES).first_of([pattern]) == {}
+    assert Matcher(NAMES).matching(pattern) == set() and Matcher(NAMES).first_of([pattern]) == {}
     assert not is_quick(pattern)
 
 
@@ -289,8 +287,7 @@ def test_hostile_patterns_end_with_the_right_answer(pattern: str) -> None:
 def test_what_is_not_matched_is_an_error_that_names_the_pattern(pattern: str, words: str) -> None:
     with pytest.raises(PatternError, match=words) as error:
         Matcher(f"{place}.{name}" for place in range(200) for name in NAMES).matching(pattern)
-    assert error.value.pattern == pattern
-    assert len(shown(pattern)) < 100
+    assert error.value.pattern == pattern and len(shown(pattern)) < 100
 
 
 def test_the_limit_is_of_work_and_not_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,8 +311,7 @@ def test_a_rank_for_each_of_many_modules_is_found_by_name() -> None:
 
 
 def test_quick_patterns_are_those_that_adapters_have() -> None:
-    assert [pattern for pattern in PUBLIC[:12] if not is_quick(pattern)] == []
-    assert not is_quick(".*" * 5)
+    assert [pattern for pattern in PUBLIC[:12] if not is_quick(pattern)] == [] and not is_quick(".*" * 5)
     # Short repeats inside another, and many alternatives, take as long.
     assert [one for one in (r"((a{0,8}){0,8}){0,8}!", "(a|a)" * 13, "(a?){30}", "(ab*)+") if is_quick(one)] == []
 
@@ -333,8 +329,7 @@ def test_an_adapter_with_a_hostile_pattern_is_matched(tmp_path: Path) -> None:
     hostile = r"([\w.]+)+!"
     config = {"rank_pattern": {hostile: 8}, "alpha_pattern": {hostile: 8}, "target_modules": hostile, "exclude_modules": hostile}
     spec = match(tmp_path, q_proj(), **config)
-    assert [(target.rank, target.scale) for target in spec.targets] == [(4, 2.0)]
-    assert set(spec.idle) == set(config)
+    assert [(target.rank, target.scale) for target in spec.targets] == [(4, 2.0)] and set(spec.idle) == set(config)
 
 
 @pytest.mark.parametrize(("config", "field"), [
@@ -351,8 +346,7 @@ def test_an_adapter_with_a_hostile_pattern_is_matched(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_a_configuration_beyond_the_limits_is_refused_in_short(config: dict, field: str, tmp_path: Path) -> None:
     (problem,) = problems_of(tmp_path, q_proj(), **config)
-    assert problem.startswith(field)
-    assert len(problem) < 300
+    assert problem.startswith(field) and len(problem) < 300
 
 
 # Entries that name nothing ---------------------------------------------------------------------------------------------

@@ -124,8 +124,7 @@ def test_a_wrong_command_line_says_how_it_is_written(arguments, capsys):
     assert cli.main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("usage: trimtab")
-    assert "trimtab: command line: " in err
+    assert err.startswith("usage: trimtab") and "trimtab: command line: " in err
 
 
 def test_a_wrong_command_line_is_json_when_json_is_asked(capsys):
@@ -139,8 +138,7 @@ def test_a_wrong_command_line_is_json_when_json_is_asked(capsys):
 def test_every_error_class_has_an_exit_code_of_its_own():
     kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.TrimtabError)}
     table = dict(exit_codes.EXIT_CODES)
-    assert set(table) == kinds - {errors.TrimtabError}
-    assert len(set(table.values())) == len(table)
+    assert set(table) == kinds - {errors.TrimtabError} and len(set(table.values())) == len(table)
     assert {type(error): code for error, code, _ in ERRORS} == table
 
 
@@ -280,8 +278,7 @@ def test_plan_json_is_the_saved_plan(asks, tmp_path):
     assert (code, err) == (0, "")
     plan = trimtab.Plan.from_json(json.loads(out))
     assert plan == trimtab.Plan.load(tmp_path / "plan.json")
-    assert plan.tiers()["model.language_model.embed_tokens_per_layer"] == "gather"
-    assert plan.request.context_tokens == 128
+    assert plan.tiers()["model.language_model.embed_tokens_per_layer"] == "gather" and plan.request.context_tokens == 128
 
 
 def test_plan_draws_its_picture_and_says_where(asks, tmp_path):
@@ -293,8 +290,7 @@ def test_plan_draws_its_picture_and_says_where(asks, tmp_path):
 def test_plan_refuses_a_picture_of_another_kind(asks, tmp_path):
     code, _, err = asks("plan", "--picture", tmp_path / "plan.gif")
     assert code == 2
-    assert err.startswith(f"trimtab: --picture {tmp_path / 'plan.gif'}: ")
-    assert not (tmp_path / "plan.gif").exists()
+    assert err.startswith(f"trimtab: --picture {tmp_path / 'plan.gif'}: ") and not (tmp_path / "plan.gif").exists()
 
 
 def test_plan_follows_a_device_map(asks, tmp_path):
@@ -320,8 +316,7 @@ def test_plan_for_less_than_the_least_says_what_would_do(asks):
 def test_inspect_counts_the_file_alone(world, capsys):
     assert cli.main(["inspect", str(world / "adapters" / "specialist")]) == 0
     out = capsys.readouterr().out
-    assert "holds     150 tensors, 2.2 MiB (150 in float32)" in out
-    assert "config    r 16, lora_alpha 32" in out
+    assert "holds     150 tensors, 2.2 MiB (150 in float32)" in out and "config    r 16, lora_alpha 32" in out
     assert [line.split() for line in out.splitlines()[-3:]] == [["audio", "12"], ["language", "96"], ["vision", "42"]]
 
 
@@ -521,18 +516,15 @@ def test_the_demo_walks_the_line_answers_rightly_and_proves_it(every, monkeypatc
         monkeypatch.setattr(line, "read_asks", lambda adapters: asks)
     report = line.run(said.append)
     text = "\n".join(said)
-    assert report["same"] is True and report["verdict"] == "same"
-    assert report["max_abs"] == 0.0
-    assert {"gather", "stream"} <= set(report["tiers"])
-    assert report["split_peak_bytes"] < report["resident_peak_bytes"]
+    assert report["same"] is True and report["verdict"] == "same" and report["max_abs"] == 0.0
+    assert {"gather", "stream"} <= set(report["tiers"]) and report["split_peak_bytes"] < report["resident_peak_bytes"]
     assert [(row["kind"], row["adapter"]) for row in report["answers"]] == [(ask.kind, ask.adapter) for ask in asks]
     # These questions are answered rightly in bf16 (CARD.md); in NF4 a letter may change, an answer in another voice not.
     right = [row for row in report["answers"] if row["text"] == row["expected"]]
     assert len(right) >= len(asks) - (2 if every else 0)
     assert ElementTree.parse(report["picture"]).getroot().tag.endswith("svg")
     assert "Gemma4ForConditionalGeneration on" in text
-    assert said[-3] == "   same"
-    assert said[-2].partition(": ")[2] in {row["prompt"] for row in right}
+    assert said[-3] == "   same" and said[-2].partition(": ")[2] in {row["prompt"] for row in right}
     assert said[-1].splitlines()[1:] == [f"    {command}" for command in line.NEXT]
 
 
@@ -562,8 +554,7 @@ def test_a_demo_that_differs_ends_with_the_parity_code(monkeypatch, capsys):
     assert cli.main(["demo", "--json"]) == 7
     error = json.loads(capsys.readouterr().out)["error"]
     assert (error["class"], error["fields"]["position"]) == ("ParityError", 0)
-    assert error["fields"]["max_abs"] == pytest.approx(25.0)
-    assert 0.2 < error["fields"]["tolerance"] < 25
+    assert error["fields"]["max_abs"] == pytest.approx(25.0) and 0.2 < error["fields"]["tolerance"] < 25
 
 
 def test_a_demo_whose_last_bits_differ_is_the_same_within_noise(monkeypatch, capsys):
@@ -577,8 +568,7 @@ def test_a_demo_whose_last_bits_differ_is_the_same_within_noise(monkeypatch, cap
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compare_is_zero_only_for_the_same_bits(dtype):
     one = torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
-    assert line.compare([one], [one.clone()]) == 0.0
-    assert line.compare([one, one], [one, one + 1]) == 1.0
+    assert line.compare([one], [one.clone()]) == 0.0 and line.compare([one, one], [one, one + 1]) == 1.0
     other = one.clone()
     other[0] = float("nan")
     assert line.compare([one], [other]) == line.compare([other], [other]) == math.inf

@@ -59,8 +59,7 @@ def test_a_near_name_is_a_question_and_every_choice_stays_in_the_field():
 
 def test_without_a_near_name_every_choice_is_shown_and_the_error_has_no_field_for_it():
     error = RequestError("is no name", field="f", value="q", allowed=("aa", "ab"))
-    assert str(error) == "f='q': is no name (choices: aa, ab)"
-    assert error.near == () and "near" not in error.to_dict()["fields"]
+    assert str(error) == "f='q': is no name (choices: aa, ab)" and error.near == () and "near" not in error.to_dict()["fields"]
 
 
 @pytest.mark.parametrize(
@@ -156,8 +155,7 @@ def test_an_adapter_is_looked_for_beside_its_model_too(folders, monkeypatch):
 @pytest.mark.parametrize("command", [("run", "hi"), ("chat",), ("plan",)], ids=lambda words: words[0])
 def test_a_file_of_a_model_is_no_plan_and_its_folder_is_named(ask, command, name):
     code, _, err = ask(command[0], BASE / name, *command[1:])
-    assert code == 3 and "another release" not in err
-    assert f"{BASE / name}: is not a saved plan" in err
+    assert code == 3 and "another release" not in err and f"{BASE / name}: is not a saved plan" in err
     assert f"A model is given as its folder: {BASE}" in err
 
 

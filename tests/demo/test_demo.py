@@ -86,8 +86,7 @@ def test_the_demos_files_can_be_named():
 def test_each_run_draws_into_a_file_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     drawn = {line.new_picture() for _ in range(2)}
-    assert len(drawn) == 2 and drawn == set(tmp_path.iterdir())
-    assert all(path.suffix == ".svg" for path in drawn)
+    assert len(drawn) == 2 and drawn == set(tmp_path.iterdir()) and all(path.suffix == ".svg" for path in drawn)
 
 
 def test_the_plan_of_the_demo_fits_80_columns(monkeypatch):

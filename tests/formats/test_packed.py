@@ -163,22 +163,19 @@ def test_a_config_alone_is_not_asked_for_packed_weights(tmp_path: Path) -> None:
 def test_another_quantization_is_refused_by_name(tmp_path: Path, method: str | None) -> None:
     error = refusal(tmp_path, four_bit(), {"quantization_config": {"quant_method": method, "bits": 4}})
     named = f"is quantized with {method!r}" if method else "names no quant_method"
-    assert f"{named}; bitsandbytes, compressed-tensors" in str(error)
-    assert "unquantized checkpoint" in error.hint
+    assert f"{named}; bitsandbytes, compressed-tensors" in str(error) and "unquantized checkpoint" in error.hint
 
 
 def test_config_that_says_quantized_over_plain_weights_is_refused(tmp_path: Path) -> None:
     error = refusal(tmp_path, {"l.weight": Part("bfloat16", (4, 4))})
-    assert "config.json says quantized, but no weight is packed" in str(error)
-    assert "Remove quantization_config" in error.hint
+    assert "config.json says quantized, but no weight is packed" in str(error) and "Remove quantization_config" in error.hint
 
 
 def test_every_problem_of_every_group_is_listed(tmp_path: Path) -> None:
     first = {name: part for name, part in nested().items() if not name.endswith(("nested_absmax", "quant_map"))}
     second = {name.replace("l.", "m.", 1): part for name, part in eight_bit().items()} | {"m.SCB": Part("float32", (5,))}
     error = refusal(tmp_path, first | second)
-    assert error.tensor_name is None
-    assert "(3 problems of 2 weights)" in str(error)
+    assert error.tensor_name is None and "(3 problems of 2 weights)" in str(error)
     for expected in (
         "l.weight: has no quant_map", "l.weight: has no nested_absmax, nested_quant_map",
         "m.weight: SCB is float32 [5]",
@@ -189,10 +186,8 @@ def test_every_problem_of_every_group_is_listed(tmp_path: Path) -> None:
 def test_a_long_list_of_problems_is_cut(tmp_path: Path) -> None:
     parts = {f"l{number}.weight": Part("uint8", (4, 1)) for number in range(30)}
     message = str(refusal(tmp_path, parts))
-    assert "(30 problems of 30 weights)" in message
-    assert "l19.weight" in message
-    assert "l20.weight" not in message
-    assert message.endswith("and 10 more")
+    assert "(30 problems of 30 weights)" in message and "l19.weight" in message
+    assert "l20.weight" not in message and message.endswith("and 10 more")
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
@@ -328,8 +323,7 @@ def test_bad_value_of_a_quant_state_is_refused(tmp_path: Path, key: str, value: 
 def test_part_of_the_wrong_size_or_type_is_refused(tmp_path: Path, name: str, part: Part, needed: str) -> None:
     make = nested if "nested" in name or needed == "needs uint8 [8]" else four_bit
     message = problem(tmp_path, make() | {name: part})
-    assert f"{name.rpartition('.')[2]} is {part.dtype} {list(part.shape)}" in message
-    assert needed in message
+    assert f"{name.rpartition('.')[2]} is {part.dtype} {list(part.shape)}" in message and needed in message
 
 
 @pytest.mark.parametrize(("storage", "count"), [("uint8", 256), ("bfloat16", 128), ("float16", 128), ("float32", 64)])
@@ -431,8 +425,7 @@ def linears(model: Any) -> dict[str, Any]:
 def check_split(found: Checkpoint, plain: Mapping[str, TensorEntry], packed: Mapping[str, PackedEntry], source: Path) -> None:
     """Check that plain and packed names together are those of the unquantized checkpoint, with its shapes."""
     original = read_checkpoint(source).tensors
-    assert set(plain) | set(packed) == set(original)
-    assert not set(plain) & set(packed)
+    assert set(plain) | set(packed) == set(original) and not set(plain) & set(packed)
     for name, entry in (plain | dict(packed)).items():
         assert entry.shape == original[name].shape, name
     assert all(plain[name] is found.tensors[name] for name in plain)
@@ -462,8 +455,7 @@ def test_a_4_bit_checkpoint_of_stock_is_split_and_stands_for_stocks_weights(tmp_
         values[f"quant_state.bitsandbytes__{kind[:3]}"] = read_part(entry.parts["quant_state"])
         rebuilt = QuantState.from_dict(values, torch.device("cpu"))
         ours = dequantize_4bit(read_part(entry.parts["weight"]), rebuilt)
-        assert torch.equal(ours, dequantize_4bit(module.weight.data, state))
-        assert tuple(ours.shape) == entry.shape
+        assert torch.equal(ours, dequantize_4bit(module.weight.data, state)) and tuple(ours.shape) == entry.shape
 
 
 def test_an_int8_checkpoint_of_stock_is_split_with_stocks_scales(tmp_path: Path, plain_llama: Path) -> None:
@@ -474,8 +466,7 @@ def test_an_int8_checkpoint_of_stock_is_split_with_stocks_scales(tmp_path: Path,
     assert set(packed) == set(linears(model))
     for name, module in linears(model).items():
         entry = packed[name]
-        assert (entry.kind, entry.dtype, entry.state) == ("int8", "float16", {})
-        assert set(entry.parts) == {"weight", "SCB"}
+        assert (entry.kind, entry.dtype, entry.state) == ("int8", "float16", {}) and set(entry.parts) == {"weight", "SCB"}
         assert torch.equal(read_part(entry.parts["weight"]), module.weight.data)
         assert torch.equal(read_part(entry.parts["SCB"]), module.weight.SCB)
 

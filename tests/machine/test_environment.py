@@ -57,19 +57,15 @@ def distribution(folder: Path, name: str = "thing", **files: str) -> metadata.Di
 
 
 def test_versions_are_those_that_import_here(here):
-    assert here.version("torch") == torch.__version__
-    assert here.version("transformers") == transformers.__version__
-    assert here.version("accelerate") == accelerate.__version__
-    assert here.version("trimtab") == trimtab.__version__
-    assert set(here.packages) == {*PACKAGES, "trimtab"}
-    assert here.python == ".".join(map(str, sys.version_info[:3]))
+    assert here.version("torch") == torch.__version__ and here.version("transformers") == transformers.__version__
+    assert here.version("accelerate") == accelerate.__version__ and here.version("trimtab") == trimtab.__version__
+    assert set(here.packages) == {*PACKAGES, "trimtab"} and here.python == ".".join(map(str, sys.version_info[:3]))
     assert not here.is_other
 
 
 def test_memory_and_torch_build_are_this_machines(here):
     assert here.host_total_bytes == psutil.virtual_memory().total
-    assert 0 < here.host_available_bytes <= here.host_total_bytes
-    assert here.cuda == torch.version.cuda
+    assert 0 < here.host_available_bytes <= here.host_total_bytes and here.cuda == torch.version.cuda
     assert here.torch_error is None
     assert len(here.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
@@ -81,8 +77,7 @@ def test_a_missing_package_has_no_version(here):
 
 def test_interpreter_without_packages_is_told_as_such(bare):
     found = read_environment(bare)
-    assert found.is_other
-    assert set(found.versions) == {"trimtab"}
+    assert found.is_other and set(found.versions) == {"trimtab"}
     assert found.torch_error is None and found.gpus == () and found.cuda is None
     assert ("torch", "not installed", "") in environment_document(found).blocks[1].rows
 
@@ -103,8 +98,7 @@ def test_torch_that_kills_its_process_leaves_the_packages(tmp_path, monkeypatch)
     (tmp_path / "torch.py").write_text("import os\nos._exit(9)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = read_environment()
-    assert found.torch_error == "process crashed"
-    assert found.version("transformers") == transformers.__version__
+    assert found.torch_error == "process crashed" and found.version("transformers") == transformers.__version__
 
 
 def test_torch_that_cannot_be_imported_names_the_exception(tmp_path, monkeypatch):
@@ -139,8 +133,7 @@ def test_torch_that_cannot_be_imported_names_the_exception(tmp_path, monkeypatch
 ])  # fmt: skip
 def test_the_kind_of_an_installation_is_told_and_nothing_else(tmp_path, files, words):
     found = how_installed(distribution(tmp_path, **files))
-    assert found == words
-    assert "ann" not in found and "example" not in found
+    assert found == words and "ann" not in found and "example" not in found
 
 
 # Nothing personal -----------------------------------------------------------------------------------------------------
@@ -164,8 +157,7 @@ def test_scrubbed_text_starts_at_the_package_and_names_nobody(monkeypatch):
     text = 'File "/home/annsmith/env/lib/python3.12/site-packages/peft/tuners/lora/bnb.py", annspc, annsmith: x'
     assert scrubbed(text) == 'File "peft/tuners/lora/bnb.py", HOST, USER: x'
     assert scrubbed(r"C:\Users\ann\venv\Lib\site-packages\peft\x.py") == r"peft\x.py"
-    assert scrubbed("/home/annsmith/models/a") == ".../models/a"
-    assert scrubbed("annsmithery") == "annsmithery"
+    assert scrubbed("/home/annsmith/models/a") == ".../models/a" and scrubbed("annsmithery") == "annsmithery"
 
 
 def test_only_the_number_of_a_kernel_release_is_told(monkeypatch):

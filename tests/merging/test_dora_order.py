@@ -109,8 +109,7 @@ def test_a_server_refuses_a_mix_whose_order_would_count(names: tuple[str, str], 
     shelf = AdapterCache(loaded)
     with pytest.raises(RequestError) as caught:
         shelf.check(mix_name(dict.fromkeys(names, 1.0)))
-    assert (caught.value.field, caught.value.value) == ("adapter", "dora+lora")
-    assert "order" in str(caught.value)
+    assert (caught.value.field, caught.value.value) == ("adapter", "dora+lora") and "order" in str(caught.value)
     shelf.check(mix_name({"dora": 0.5}))
     shelf.check(mix_name({"lora": 0.5, "rows": 1.0}))
 

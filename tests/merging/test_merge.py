@@ -39,8 +39,7 @@ def test_files_names_shapes_dtypes_and_metadata_are_the_bases(tmp_path: Path) ->
             assert (out / name).read_bytes() == (base / name).read_bytes(), name
             continue
         with safe_open(base / name, "pt") as old, safe_open(out / name, "pt") as new:
-            assert list(old.keys()) == list(new.keys())
-            assert old.metadata() == new.metadata()
+            assert list(old.keys()) == list(new.keys()) and old.metadata() == new.metadata()
             for key in old.keys():  # noqa: SIM118 - a file, not a dict
                 a, b = old.get_tensor(key), new.get_tensor(key)
                 assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -52,8 +51,7 @@ def test_tensors_without_an_adapter_are_the_bases_bytes(tmp_path: Path) -> None:
     report = merge(base, tmp_path / "out", adapters={"a": adapter})
     old, new = tensors_of(base), tensors_of(tmp_path / "out")
     same = {name for name in old if old[name].dtype == new[name].dtype and torch.equal(old[name], new[name])}
-    assert set(old) - same == set(report.changed)
-    assert len(same) == report.untouched
+    assert set(old) - same == set(report.changed) and len(same) == report.untouched
 
 
 def test_without_an_adapter_or_another_form_nothing_is_copied(tmp_path: Path) -> None:
@@ -98,12 +96,9 @@ def test_the_record_names_every_file_by_its_hash(tmp_path: Path) -> None:
     }
     (own,) = record["adapters"]
     assert (own["name"], own["folder"], own["weight"], own["modules"]) == ("law", "adapter", 0.5, 14)
-    assert own["scales"] == {"0.25": 2, "2": 12}
-    assert own["files"] == {name: sha(adapter / name) for name in own["files"]}
-    assert str(tmp_path) not in json.dumps(record)
-    assert set(record["versions"]) == {"trimtab", "torch", "transformers", "python"}
-    assert "14 changed, 7 copied, 0 added" in str(report)
-    assert "law x 0.5" in str(report)
+    assert own["scales"] == {"0.25": 2, "2": 12} and own["files"] == {name: sha(adapter / name) for name in own["files"]}
+    assert str(tmp_path) not in json.dumps(record) and set(record["versions"]) == {"trimtab", "torch", "transformers", "python"}
+    assert "14 changed, 7 copied, 0 added" in str(report) and "law x 0.5" in str(report)
 
 
 # Ties -----------------------------------------------------------------------------------------------------------------
@@ -115,12 +110,10 @@ def test_a_head_tied_to_a_changed_table_gets_a_weight_of_its_own(family: str, tm
     base = pico.build(family, tmp_path / "base", shards=2)
     adapter = pico.adapter(base, tmp_path / "adapter", embeddings=True)
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
-    assert report.check is not None and report.check.passed
-    assert report.added == ("lm_head.weight",)
+    assert report.check is not None and report.check.passed and report.added == ("lm_head.weight",)
     old, new = state_of(base), state_of(tmp_path / "out")
     table = next(name for name in old if name.endswith("embed_tokens.weight"))
-    assert torch.equal(new["lm_head.weight"], old[table])
-    assert not torch.equal(new[table], old[table])
+    assert torch.equal(new["lm_head.weight"], old[table]) and not torch.equal(new[table], old[table])
     unmerged = stock.with_adapter(load(base), adapter)
     again = load(tmp_path / "out")
     inputs = pico.inputs(family, again.config)
@@ -204,8 +197,7 @@ def test_a_change_of_few_bits_comes_out_bit_for_bit(tmp_path: Path) -> None:
     assert any(not torch.equal(old[name], between[name]) for name in old)
     assert all(torch.equal(old[name], new[name]) for name in old)
     record = merged_models.read_record(tmp_path / "without")
-    assert record["adapters"][0]["weight"] == -1
-    assert record["base_record"] == merged_models.read_record(tmp_path / "with")
+    assert record["adapters"][0]["weight"] == -1 and record["base_record"] == merged_models.read_record(tmp_path / "with")
 
 
 def coarse(folder: Path) -> None:
@@ -235,8 +227,7 @@ def test_another_dtype_is_written_with_the_config_that_says_so(tmp_path: Path) -
     base = pico.build("gemma4", tmp_path / "base", dtype="float32", shards=2)
     adapter = pico.adapter(base, tmp_path / "adapter")
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, dtype="bf16", check=True)
-    assert report.check is not None and report.check.passed
-    assert report.dtype == "bfloat16"
+    assert report.check is not None and report.check.passed and report.dtype == "bfloat16"
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values() if tensor.is_floating_point()} == {torch.bfloat16}

@@ -48,8 +48,7 @@ def test_an_adapter_of_another_model_is_refused_with_every_key(base: Path, tmp_p
     adapter = pico.adapter(other, tmp_path / "adapter")
     found = problems(base, tmp_path, a=adapter)
     # Three of Gemma 4's five text layers are beyond this model's two; they have a pair for each of their projections.
-    assert len(found) == 2 * (7 + 5 + 5)
-    assert all("the model has no model.layers." in problem for problem in found)
+    assert len(found) == 2 * (7 + 5 + 5) and all("the model has no model.layers." in problem for problem in found)
 
 
 def test_everything_wrong_with_every_adapter_is_said_at_once(base: Path, adapter: Path, tmp_path: Path) -> None:
@@ -59,12 +58,10 @@ def test_everything_wrong_with_every_adapter_is_said_at_once(base: Path, adapter
     other = changed(adapter, tmp_path / "other", q_proj__lora_A=nan, q_proj__lora_B=huge)
     found = problems(base, tmp_path, one=one, other=other)
     words = "\n".join(found)
-    assert "q_proj: lora_B missing" in words
-    assert "k_proj.lora_A.weight: shape [3, 64], expected [4, 64]" in words
+    assert "q_proj: lora_B missing" in words and "k_proj.lora_A.weight: shape [3, 64], expected [4, 64]" in words
     assert "q_proj.lora_A.weight: 2 of 256 values are NaN or infinite" in words
     assert "q_proj.lora_B.weight: 1 of 512 values are NaN or infinite" in words
-    assert all(str(tmp_path) in problem for problem in found)
-    assert len(found) == 4
+    assert all(str(tmp_path) in problem for problem in found) and len(found) == 4
 
 
 def test_a_product_that_overflows_is_refused_though_its_factors_are_finite(base: Path, adapter: Path, tmp_path: Path) -> None:
@@ -125,8 +122,7 @@ def test_a_folder_without_weights_is_refused(adapter: Path, tmp_path: Path) -> N
 def test_progress_ends_with_every_byte(base: Path, adapter: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, progress=lambda done, of: seen.append((done, of)))
-    assert seen[-1] == (report.file_bytes, report.file_bytes)
-    assert {of for _, of in seen} == {report.file_bytes}
+    assert seen[-1] == (report.file_bytes, report.file_bytes) and {of for _, of in seen} == {report.file_bytes}
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 

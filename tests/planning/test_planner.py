@@ -52,8 +52,7 @@ def tiers(made: Plan, part: str) -> set[str]:
 def check_within(made: Plan) -> None:
     assert made.gpu_needed_bytes <= made.gpu_budget_bytes and made.host_peak_bytes <= made.host_budget_bytes
     assert sum(n for name, n in made.gpu.items() if name not in OUTSIDE_PEAK) == made.gpu_peak_bytes
-    assert sum(made.host.values()) == made.host_peak_bytes
-    assert sum(row.disk_bytes for row in made.placements) == made.disk_bytes
+    assert sum(made.host.values()) == made.host_peak_bytes and sum(row.disk_bytes for row in made.placements) == made.disk_bytes
     in_rows = sum(row.gpu_bytes for row in made.placements)
     assert 0 <= made.gpu["weights"] + made.gpu["fixed"] - in_rows < 4096  # shared look-up tables
 
@@ -100,8 +99,7 @@ def test_decoder_layers_leave_when_towers_are_not_enough():
 def test_towers_and_table_of_e4b_leave_a_peak_below_3_6_gib():
     place = {"vision": "stream", "audio": "stream", "table": "gather"}
     asked = {"place": place, "context_tokens": 1024, "audio_s": 5, "decode": "eager"}
-    assert plan(E4B, **asked).gpu_peak_bytes < 3.6 * GIB
-    assert plan(E2B, **asked).gpu_peak_bytes < 2.0 * GIB
+    assert plan(E4B, **asked).gpu_peak_bytes < 3.6 * GIB and plan(E2B, **asked).gpu_peak_bytes < 2.0 * GIB
 
 
 def test_a_table_stays_in_its_file_when_the_host_is_short():
@@ -187,8 +185,7 @@ def test_rows_of_a_table_made_of_several_tensors_cannot_stay_in_the_file():
 
 def test_on_the_cpu_nothing_is_rounded_and_there_is_no_context():
     made = plan(machine=CPU)
-    assert made.gpu["cuda_context"] == made.gpu["allocator_reserve"] == 0
-    assert set(made.tiers().values()) == {"resident"}
+    assert made.gpu["cuda_context"] == made.gpu["allocator_reserve"] == 0 and set(made.tiers().values()) == {"resident"}
     exact = sum(block.movable_bytes + block.fixed_bytes for block in blocks_of(E2B, "nf4-dq"))
     assert made.gpu["weights"] + made.gpu["fixed"] == exact + 64 + 1024  # the two shared look-up tables
     check_within(made)
@@ -519,8 +516,7 @@ def test_a_disk_that_holds_some_blocks_but_not_all_lowers_the_smallest_budget(na
         items = [_layer(size, 1.0) for size in sizes[:count]]
         search = Search(items, limits)
         smallest = search.smallest_host_bytes() if name == "host_budget_bytes" else search.smallest_total_bytes()
-        assert smallest is not None
-        assert Search(items, replace(limits, **{name: smallest})).best() is not None
+        assert smallest is not None and Search(items, replace(limits, **{name: smallest})).best() is not None
         assert Search(items, replace(limits, **{name: smallest - 1})).best() is None
 
 

@@ -91,8 +91,7 @@ def test_an_active_adapter_differs_from_the_base_and_that_is_right(base, adapter
 
 def test_an_adapter_of_zeros_is_found_out(base, adapter, tmp_path):
     report = ask(base, adapters={"a": idle(adapter, tmp_path / "idle")}, against="base", quant="none")
-    assert (report.verdict, report.ok) == ("same", False)
-    assert report.findings[0].startswith("adapter inactive: a")
+    assert (report.verdict, report.ok) == ("same", False) and report.findings[0].startswith("adapter inactive: a")
     with pytest.raises(ParityError, match="the adapter is inactive") as caught:
         report.check()
     assert (caught.value.position, caught.value.max_abs) == (-1, 0.0)
@@ -125,8 +124,7 @@ def test_a_batch_is_each_row_alone_but_for_its_kernels(base, adapter, tmp_path, 
     assert [row.adapter for row in report.prompts] == (["a", "a"] if against == "single" else ["a", "b", None] * 2)
     assert not any("batch" in name for name in report.floor.orders)
     # bf16 logits of a few units: another kernel may round a value to its neighbour (2^-6), an adapter moves it by 0.1.
-    assert max(row.difference.max_abs for row in report.prompts) < 0.06
-    assert report.layers == ()
+    assert max(row.difference.max_abs for row in report.prompts) < 0.06 and report.layers == ()
 
 
 def test_a_right_merge_is_within_the_rounding_it_cannot_avoid(base, adapter, merged):
@@ -264,8 +262,7 @@ def test_batches_of_pictures_alone_are_refused(base):
 
 def test_options_that_are_part_of_a_plan_are_refused_beside_one(base):
     plan = trimtab.plan(base, context=128, device="cpu")
-    assert refused(plan, quant="nf4").field == "quant"
-    assert refused(plan, adapters={}).field == "adapters"
+    assert refused(plan, quant="nf4").field == "quant" and refused(plan, adapters={}).field == "adapters"
     assert refused(plan, against="single").hint.startswith("Plan with batch=2")
 
 

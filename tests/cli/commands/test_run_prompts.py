@@ -52,8 +52,7 @@ def test_a_prompt_from_standard_input_or_a_file_is_the_one_from_the_command_line
     assert expected[0] == 0 and expected[1].strip()
     files = ["--system-file", tmp_path / "system.txt", *options]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Who are you?\n")))
-    assert run("-", *files) == expected
-    assert run("--prompt-file", tmp_path / "prompt.txt", *files) == expected
+    assert run("-", *files) == expected and run("--prompt-file", tmp_path / "prompt.txt", *files) == expected
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
@@ -144,8 +143,7 @@ def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_pa
     assert "4 answered, 2 failed" in shown and f"; the first: {rows[4]['error']['message']}" in shown
     assert header["adapters"].keys() == {"style", "specialist"} and header["options"]["adapter"] == "style"
     assert sorted(rows) == [1, 2, 3, 4, 5, 7] and rows[1]["id"] == "a"
-    assert {number for number, row in rows.items() if "error" in row} == {4, 7}
-    assert rows[3]["answer_tokens"] <= 2
+    assert {number for number, row in rows.items() if "error" in row} == {4, 7} and rows[3]["answer_tokens"] <= 2
     plan = trimtab.plan(
         BASE, adapters={name: demo.ADAPTERS[name] for name in ("style", "specialist")}, context=256, device="cpu", quant="none"
     )
@@ -281,8 +279,7 @@ def test_limits_of_a_file_of_prompts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prompts_file, "LONGEST_LINE_BYTES", 40)
     for text in ('{"prompt": "a"}\n' * 4, '{"prompt": "' + "a" * 60 + '"}', "", "\n"):
         (tmp_path / "p.jsonl").write_text(text)
-        assert many(tmp_path / "p.jsonl", tmp_path / "out.jsonl") == 2
-        assert not (tmp_path / "out.jsonl").exists()
+        assert many(tmp_path / "p.jsonl", tmp_path / "out.jsonl") == 2 and not (tmp_path / "out.jsonl").exists()
     for arguments in (["x"], ["--image", "x.png"]):
         assert many(tmp_path / "p.jsonl", tmp_path / "out.jsonl", *arguments) == 2
     assert cli.main(["run", BASE, "x", "--out", "y"]) == 2

@@ -59,8 +59,7 @@ def test_a_phase_takes_the_place_of_the_last_one_and_gives_way_to_other_text(mon
         assert seen(terminal) == ["a note", "An answer"]
         print(".")
         phases.begin("answering")
-    assert seen(terminal) == ["a note", "An answer.", ""]
-    assert sys.stdout is terminal and sys.stderr is terminal
+    assert seen(terminal) == ["a note", "An answer.", ""] and sys.stdout is terminal and sys.stderr is terminal
 
 
 def test_an_error_and_a_gone_terminal_leave_no_line(monkeypatch):

@@ -140,11 +140,9 @@ def test_every_change_that_is_told_is_one_between_neighbours(table):
     changes = find_changes(versions, lambda version: table[int(version)])
     for change in changes:
         low, high = int(change.before), int(change.after)
-        assert low < high
-        assert (table[low], table[high]) == (change.label_before, change.label_after)
+        assert low < high and (table[low], table[high]) == (change.label_before, change.label_after)
         assert change.label_before != change.label_after
-        assert all(found is None for found in table[low + 1 : high])
-        assert change.between == tuple(versions[low + 1 : high])
+        assert all(found is None for found in table[low + 1 : high]) and change.between == tuple(versions[low + 1 : high])
     assert [int(change.after) for change in changes] == sorted(int(change.after) for change in changes)
     have = [found for found in table if found is not None]
     if have and have[0] != have[-1]:
@@ -183,8 +181,7 @@ def test_nothing_to_search_gives_nothing():
 def test_what_may_come_next_is_told_ahead():
     told: list[list[str]] = []
     find_changes([str(i) for i in range(9)], lambda version: "A" if int(version) < 3 else "B", told.append)
-    assert told[0] == ["0", "8", "4"]
-    assert told[1][0] == "4" and set(told[1]) == {"4", "2", "6"}
+    assert told[0] == ["0", "8", "4"] and told[1][0] == "4" and set(told[1]) == {"4", "2", "6"}
 
 
 # The question ---------------------------------------------------------------------------------------------------------
@@ -225,8 +222,7 @@ def test_releases_of_a_range_include_both_ends():
 def test_unknown_release_is_refused_with_the_nearest_ones():
     with pytest.raises(RequestError) as caught:
         releases_between(Range("peft", "1.6.0", "1.9.7"), ORDER)
-    assert caught.value.value == "1.9.7"
-    assert {"1.9.1", "1.9.0"} <= set(caught.value.near)
+    assert caught.value.value == "1.9.7" and {"1.9.1", "1.9.0"} <= set(caught.value.near)
 
 
 def test_versions_are_sorted_as_versions_without_candidates():
@@ -239,8 +235,7 @@ def test_versions_are_sorted_as_versions_without_candidates():
 def test_first_release_with_another_label_is_found(tmp_path):
     case = Case(labels("FAIL FAIL FAIL PASS PASS PASS"))
     found = run(tmp_path, case)
-    assert found.first == "1.9.0"
-    assert found.changes == (Change("1.8.0", "1.9.0", "FAIL", "PASS"),)
+    assert found.first == "1.9.0" and found.changes == (Change("1.8.0", "1.9.0", "FAIL", "PASS"),)
     assert len(case.ran) == len(set(case.ran)) <= 5
     assert found.releases == 6 and found.is_monotone and not found.stopped
     assert found.others == {"torch": "2.13.0+cpu", "transformers": "5.6.2"}
@@ -292,8 +287,7 @@ def test_ctrl_c_keeps_what_was_done(tmp_path):
     found = run(tmp_path, Case(labels("FAIL FAIL STOP PASS PASS PASS")), on_row=rows.append)
     assert found.stopped
     assert [row.version for row in rows] == [row.version for row in sorted(found.rows, key=lambda row: rows.index(row))]
-    assert {row.version for row in found.rows} == {"1.6.0", "1.10.0"}
-    assert found.changes[0].between == ORDER[1:-1]
+    assert {row.version for row in found.rows} == {"1.6.0", "1.10.0"} and found.changes[0].between == ORDER[1:-1]
     assert "stopped early" in Lines().show(bisection_document(found)) and "not tried yet" in Lines().show(bisection_document(found))
 
 
@@ -312,8 +306,7 @@ def test_a_second_run_that_differs_is_said(tmp_path):
             return {**found, "label": "PASS"} if self.ran.count(self.ran[-1]) > 1 else found
 
     found = run(tmp_path, Flaky(labels("FAIL FAIL FAIL PASS PASS PASS")), confirm=True)
-    assert found.changes[0].confirmed is False
-    assert "a second run gave PASS" in Lines().show(bisection_document(found))
+    assert found.changes[0].confirmed is False and "a second run gave PASS" in Lines().show(bisection_document(found))
 
 
 def test_two_packages_one_after_the_other(tmp_path, monkeypatch):

@@ -33,8 +33,7 @@ def case(name: str) -> Case:
 
 
 def test_names_are_unique_and_the_fields_are_there():
-    assert len(set(CASE_NAMES)) == len(CASES) >= 35
-    assert {"R05_ALL_GPU_4BIT", "R03_SPLIT_4BIT"} <= set(CASE_NAMES)
+    assert len(set(CASE_NAMES)) == len(CASES) >= 35 and {"R05_ALL_GPU_4BIT", "R03_SPLIT_4BIT"} <= set(CASE_NAMES)
 
 
 def test_unknown_case_is_refused_with_near_names():
@@ -66,8 +65,7 @@ def test_reference_has_the_cases_own_formats():
         "MERGE_FRESH_BF16": "none", "SPLIT_INT8": "int8+towers", "NOTHING_QUANTIZED": "none", "AUTO_MAP_4BIT": "nf4",
     }  # fmt: skip
     assert {name: case(name).reference for name in wanted} == wanted
-    assert case("MERGE_DEQUANTIZE_IN_PLACE").line_reference == "none"
-    assert case("NOTHING_QUANTIZED").line_reference == "nf4"
+    assert case("MERGE_DEQUANTIZE_IN_PLACE").line_reference == "none" and case("NOTHING_QUANTIZED").line_reference == "nf4"
 
 
 # Maps -----------------------------------------------------------------------------------------------------------------

@@ -339,8 +339,7 @@ def test_a_release_with_a_fix_makes_it_fixed_and_a_failure_with_the_fix_makes_it
             record("R05") | {"versions": versions},
         ]
         (one,) = make(runs, run_script=answer).drafts
-        assert one.state == state
-        assert "accelerate 1.14.0 or bitsandbytes 0.50.0 (catalogue)" in one.markdown()
+        assert one.state == state and "accelerate 1.14.0 or bitsandbytes 0.50.0 (catalogue)" in one.markdown()
         assert ("| Came back | fails with accelerate 1.15.0 (fixed in 1.14.0)" in one.markdown()) == (state == "primary")
     (run,) = evidence_of([record("X")])
     assert not fixed_here(BUGS["A1"], run) and came_back(BUGS["A1"], run) == []
@@ -480,8 +479,7 @@ def test_the_last_traceback_counts():
     text = (printed("KeyError", "1", "a.py") + "\nDuring handling of the above exception\n\n" + printed(
         "x.y.TypeError", "no: way", "b.py",
     ))  # fmt: skip
-    assert raised_in(text) == ("TypeError", "no: way", ("b.py",))
-    assert raised_in("all well\n") == ("", "", ())
+    assert raised_in(text) == ("TypeError", "no: way", ("b.py",)) and raised_in("all well\n") == ("", "", ())
 
 
 def test_a_script_runs_by_itself_and_leaves_nothing():
@@ -492,8 +490,7 @@ def test_a_script_runs_by_itself_and_leaves_nothing():
     found = draft_run.run_script(text, timeout_s=60)
     assert (found["ended"], found["exit_code"]) == ("done", 1)
     assert "works: True" in found["output"] and "50%" not in found["output"]
-    assert raised_in(found["output"])[:2] == ("KeyError", "'gone'")
-    assert found["versions"]["torch"]
+    assert raised_in(found["output"])[:2] == ("KeyError", "'gone'") and found["versions"]["torch"]
 
 
 def shows_its_failure(name):
@@ -560,8 +557,7 @@ def test_claims_are_decided_on_the_runs():
     assert len(states) == len(CLAIMS)
     broken = states["CPU offload is broken."]
     assert broken.state == REFUTED and [run.mark for run in broken.refuted_by] == ["r3", "r5"]
-    assert states["PEFT expects the towers on the GPU."].state == REFUTED
-    assert states["Merging is broken."].state == NOT_TESTED
+    assert states["PEFT expects the towers on the GPU."].state == REFUTED and states["Merging is broken."].state == NOT_TESTED
     only_failures = decide_claims(evidence_of([r03()]))
     assert {one.claim.text: one.state for one in only_failures}["CPU offload is broken."] == WIDER
 

@@ -82,8 +82,7 @@ def test_pairs_of_another_stack_are_refused_all_at_once(tmp_path: Path) -> None:
         merge(base, tmp_path / "out", adapters={"a": adapter})
     words = "\n".join(caught.value.problems)
     assert len(caught.value.problems) == 2
-    assert "lora_A or lora_B of gate_up_proj is missing" in words
-    assert "has pairs of [9, 128]" in words
+    assert "lora_A or lora_B of gate_up_proj is missing" in words and "has pairs of [9, 128]" in words
 
 
 # Ways back ------------------------------------------------------------------------------------------------------------
@@ -186,10 +185,8 @@ def test_a_parameter_that_goes_back_through_an_operation_merges_to_the_same_valu
 def test_slices_name_expert_rows_and_columns() -> None:
     expression, _ = traced(lambda t: torch.cat([torch.stack([t["a"], t["b"]]), torch.stack([t["c"]] * 2)], dim=1))
     found = slices(expression, SHAPES)
-    assert found is not None
-    assert (found["a"].expert, found["b"].expert) == (0, 1)
-    assert found["a"].rows == (0, 4)
-    assert found["c"].rows == (4, 6)
+    assert found is not None and (found["a"].expert, found["b"].expert) == (0, 1)
+    assert found["a"].rows == (0, 4) and found["c"].rows == (4, 6)
     other, _ = traced(lambda t: torch.stack([t["a"], t["b"]], dim=1))
     assert slices(other, SHAPES) is None
     cast, _ = traced(

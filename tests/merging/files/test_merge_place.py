@@ -73,8 +73,7 @@ def test_another_merge_resumes_nothing(
 def test_two_merges_into_one_place_at_once_are_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
     with places.Workplace(tmp_path / "out", "key"), pytest.raises(RequestError) as caught:
         merge(base, tmp_path / "out", adapters={"a": adapter})
-    assert caught.value.field == "out"
-    assert "another merge" in str(caught.value)
+    assert caught.value.field == "out" and "another merge" in str(caught.value)
 
 
 def test_a_model_caught_between_two_renames_is_put_back(base: Path, tmp_path: Path) -> None:
@@ -112,8 +111,7 @@ def test_a_full_disk_leaves_no_half_model_and_the_next_run_goes_on(
     fail_at(monkeypatch, byte_count, errno.ENOSPC)
     with pytest.raises(DoesNotFitError) as caught:
         merge(base, tmp_path / "out", adapters={"a": adapter})
-    assert caught.value.device == "disk"
-    assert caught.value.needed_bytes > 270_000
+    assert caught.value.device == "disk" and caught.value.needed_bytes > 270_000
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
     merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
@@ -160,8 +158,7 @@ def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(RequestError) as caught:
         merge(base, tmp_path / "out", dtype="bfloat16")
-    assert caught.value.field == "out"
-    assert "Read-only" in str(caught.value)
+    assert caught.value.field == "out" and "Read-only" in str(caught.value)
     assert merged_models.left_over(tmp_path) == []
 
 
@@ -217,8 +214,7 @@ def test_an_existing_folder_needs_overwrite_and_then_is_replaced_as_a_whole(
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("x")
-    assert "not empty" in str(refused(base, out))
-    assert content(out) == {"mine.txt": b"x"}
+    assert "not empty" in str(refused(base, out)) and content(out) == {"mine.txt": b"x"}
     merge(base, out, dtype="bf16", overwrite=True)
     assert "mine.txt" not in content(out)
     assert merged_models.left_over(tmp_path) == ["out"]

@@ -93,8 +93,7 @@ def test_the_allocator_rounds_as_torch_does(asked, counted):
 
 
 def test_the_reserve_is_a_share_with_a_floor():
-    assert allocator_reserve_bytes(10) == 64 * MIB
-    assert allocator_reserve_bytes(100 * 2**30) == 3 * 2**30
+    assert allocator_reserve_bytes(10) == 64 * MIB and allocator_reserve_bytes(100 * 2**30) == 3 * 2**30
 
 
 def test_kv_cache_counts_both_of_keys_and_values_and_one_copy_of_the_largest_keys():
@@ -133,8 +132,7 @@ def test_every_coefficient_says_where_it_comes_from():
 
 def test_a_model_type_takes_the_patches_of_the_longest_name_it_starts_with():
     assert patches_of("gemma4") == patches_of("gemma4_unified") == (2520, 280)
-    assert patches_of("gemma3n") != patches_of("gemma3")
-    assert patches_of("never seen") == (4096, 1024)
+    assert patches_of("gemma3n") != patches_of("gemma3") and patches_of("never seen") == (4096, 1024)
 
 
 def needs(anatomy=None, *, quant="nf4-dq", has_adapters=False, **asked):
@@ -158,8 +156,7 @@ def test_asking_for_more_needs_more(more):
 
 
 def test_the_worst_phase_is_named():
-    assert needs(images=0, audio_s=0).phase == "prompt"
-    assert needs(images=40, audio_s=0, context_tokens=64).phase == "pictures"
+    assert needs(images=0, audio_s=0).phase == "prompt" and needs(images=40, audio_s=0, context_tokens=64).phase == "pictures"
     assert needs(images=0, audio_s=600, context_tokens=64).phase == "sound"
 
 
@@ -262,8 +259,7 @@ def test_the_planned_pages_are_those_of_the_runtime_and_the_least_cache_is_one_t
             cache = model.prefix_cache = PrefixCache(model, capacity)
             batch = eager(model)
             first = answer(batch, model.prepare(ids(BLOCK_TOKENS)))
-            assert first.cached_tokens == 0
-            assert len(first.token_ids) == BLOCK_TOKENS + 6
+            assert first.cached_tokens == 0 and len(first.token_ids) == BLOCK_TOKENS + 6
             found = scores(batch, model.prepare([*first.token_ids[:-1], 200, 201]))[1]
             assert found == expected
             if expected:
@@ -296,8 +292,7 @@ def test_sizes_of_known_models_by_hand():
     """E4B: 20 layers of 2 heads of 256 keep 512 places, 4 of 2 heads of 512 a block; Qwen3-8B: 36 of 8 heads of 128."""
     sizes = pages_of(e_series("E4B").kv_layers, "bfloat16", "full", context_tokens=4096)
     block = 4 * 2 * 32 * 2 * 512 * 2
-    assert sizes.page_bytes == block
-    assert sizes.snapshot_pages == -(-(20 * 2 * 512 * 2 * 256 * 2 + block) // block)
+    assert sizes.page_bytes == block and sizes.snapshot_pages == -(-(20 * 2 * 512 * 2 * 256 * 2 + block) // block)
     qwen = pages_of(qwen3_8b().kv_layers, "bfloat16", "full", context_tokens=4096)
     assert (qwen.page_bytes, qwen.snapshot_pages) == (36 * 2 * 32 * 8 * 128 * 2, 0)
 
@@ -311,8 +306,7 @@ def test_a_plan_says_how_much_of_a_prompt_a_small_cache_holds(tmp_path):
     least = int(caught.value.reason.split("at least ")[1].split()[0])
     small = trimtab.plan(base, **OPTIONS, prefix_cache=least)
     assert f"hold {BLOCK_TOKENS} tokens of one prompt; a prompt that fills the context of 160" in small.prefix_reason
-    assert f"prefix cache  {small.prefix_reason}" in str(small)
-    assert "prefix cache  " in Lines(WIDTH).show(small.document())
+    assert f"prefix cache  {small.prefix_reason}" in str(small) and "prefix cache  " in Lines(WIDTH).show(small.document())
     assert Plan.from_json(json.loads(json.dumps(small.to_json()))) == small
     assert small.to_json()["prefix_reason"] == small.prefix_reason
     assert trimtab.plan(base, **OPTIONS, prefix_cache="64MiB").prefix_reason == ""

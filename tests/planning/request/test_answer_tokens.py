@@ -22,8 +22,7 @@ from trimtab.serve.worker.registry import read_registry
 @pytest.mark.parametrize("gib", [3.2, *(pytest.param(gib, marks=pytest.mark.slow) for gib in (2.8, 3.5, 4.25))])
 def test_longer_answers_keep_more_of_the_decoder_and_shorter_ones_larger_captured_chunks(gib):
     short, usual, long = (plan(gib, answer_tokens=tokens) for tokens in (8, DEFAULT_NEW_TOKENS, 2000))
-    assert off_device(short) > off_device(usual) > off_device(long) > 0
-    assert short.token_s > usual.token_s > long.token_s
+    assert off_device(short) > off_device(usual) > off_device(long) > 0 and short.token_s > usual.token_s > long.token_s
     assert max(short.execution.prompt.chunks) == 1024 > max(usual.execution.prompt.chunks)
     # Graphs take memory that a long answer spends on layers.
     modes = [made.execution.prompt.mode for made in (short, usual, long)]
@@ -41,8 +40,7 @@ def test_each_plan_is_the_fastest_for_its_own_answer_length():
 def test_where_the_whole_model_fits_the_answer_length_changes_no_placement():
     short, long = plan(8, answer_tokens=8), plan(8, answer_tokens=4000)
     assert short.tiers() == long.tiers() and short.gpu == long.gpu
-    assert short.execution.prompt.chunks == long.execution.prompt.chunks
-    assert short.request_s > long.request_s
+    assert short.execution.prompt.chunks == long.execution.prompt.chunks and short.request_s > long.request_s
 
 
 def test_the_length_takes_no_memory():
@@ -124,8 +122,7 @@ def test_run_plans_for_its_longest_answer(asked, tmp_path):
     assert asked("run", BASE, "Hi").answer_tokens == DEFAULT_NEW_TOKENS
     (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}\n')
     prompts = ("run", BASE, "--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "out.jsonl")
-    assert asked(*prompts, "--max-new-tokens", 12).answer_tokens == 12
-    assert asked(*prompts).answer_tokens == DEFAULT_NEW_TOKENS
+    assert asked(*prompts, "--max-new-tokens", 12).answer_tokens == 12 and asked(*prompts).answer_tokens == DEFAULT_NEW_TOKENS
 
 
 def test_run_with_sound_plans_for_its_longest_answer_too(asked, monkeypatch):

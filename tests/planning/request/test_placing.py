@@ -172,8 +172,7 @@ def test_on_a_machine_without_gpu_the_cpu_is_where_things_are():
 
 def test_unknown_keys_are_listed_all_with_near_names():
     error = map_refused({"model.multi_modal_projector": "cpu", "model.vision_towers": "cpu", "": 0})
-    assert error.value == ["model.multi_modal_projector", "model.vision_towers"]
-    assert "model.vision_tower" in error.near
+    assert error.value == ["model.multi_modal_projector", "model.vision_towers"] and "model.vision_tower" in error.near
 
 
 @pytest.mark.parametrize(("device", "why"), [
@@ -296,8 +295,7 @@ def test_any_mapping_gives_budgets_above_zero_or_a_named_error(given_map):
 def test_plan_takes_it_as_an_argument_as_a_flag_and_as_a_file(tmp_path, capsys):
     asked = {0: "4GiB", "cpu": "16GiB", "disk": "1GiB"}
     plan = trimtab.plan(BASE, card="T4", max_memory=asked)
-    assert (plan.gpu_budget_bytes, plan.host_budget_bytes) == (4 * GIB, 16 * GIB)
-    assert plan.request.disk_memory_bytes == GIB
+    assert (plan.gpu_budget_bytes, plan.host_budget_bytes) == (4 * GIB, 16 * GIB) and plan.request.disk_memory_bytes == GIB
     file = tmp_path / "memory.json"
     file.write_text(json.dumps(asked))
     for given_flag in (json.dumps(asked), str(file)):

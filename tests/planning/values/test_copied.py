@@ -63,8 +63,7 @@ def test_modules_that_are_listed_in_another_order_are_together_all_the_same():
 
 def test_the_experts_of_a_layer_are_one_piece():
     experts = [Weight("layers.0.mlp.experts", (4, 20, 10)), Weight("layers.0.mlp.experts", (4, 10, 10))]
-    assert pieces_of([*ATTENTION, *experts])[-1] == ("layers.0.mlp.experts",)
-    assert pieces_of([]) == ()
+    assert pieces_of([*ATTENTION, *experts])[-1] == ("layers.0.mlp.experts",) and pieces_of([]) == ()
 
 
 def test_every_layer_of_the_real_size_has_three_pieces_that_fill_its_buffer():
@@ -202,8 +201,7 @@ def test_blocks_that_are_no_more_than_the_buffers_are_not_copied_again(slots):
 def test_buffers_bound_how_far_the_link_works_ahead():
     """Side by side the link is idle before the first copied layer; spread over the step it is not."""
     side_by_side = [*[Stage(1.0)] * 10, *[Stage(1.0, 4)] * 4]
-    assert pipeline_s(side_by_side, link_Bps=1, slots=2) == 11 + 4 * 4
-    assert pipeline_s(side_by_side, link_Bps=1, slots=4) == 14
+    assert pipeline_s(side_by_side, link_Bps=1, slots=2) == 11 + 4 * 4 and pipeline_s(side_by_side, link_Bps=1, slots=4) == 14
     spread = [one for _ in range(4) for one in (Stage(1.0, 4), *[Stage(1.0)] * 2)] + [Stage(1.0)] * 2
     assert pipeline_s(spread, link_Bps=1, slots=2) == 1 + 4 * 4
 

@@ -81,8 +81,7 @@ def test_a_mode_that_cannot_be_had_is_left_with_its_reason(changed, asked, machi
 def test_a_mode_asked_for_by_name_that_cannot_be_had_is_an_error(decode):
     with pytest.raises(RequestError) as caught:
         plan(anatomy=replace(E4B, capture_unsupported="layer 3 keeps a state"), decode=decode)
-    assert (caught.value.field, caught.value.value) == ("decode", decode)
-    assert "layer 3 keeps a state" in str(caught.value)
+    assert (caught.value.field, caught.value.value) == ("decode", decode) and "layer 3 keeps a state" in str(caught.value)
 
 
 def test_graphs_need_a_gpu():
@@ -243,8 +242,7 @@ def test_a_small_card_streams_little(gib, head, least):
 
 def test_eight_bits_keep_the_decoder_on_a_card_of_4_gib():
     whole, chosen = plan(4), plan(4, head="auto")
-    assert off_device(whole) and not off_device(chosen)
-    assert (chosen.execution.head, chosen.request.head) == ("int8", "int8")
+    assert off_device(whole) and not off_device(chosen) and (chosen.execution.head, chosen.request.head) == ("int8", "int8")
     assert "more decoder blocks" in chosen.execution.head_reason and "KL" in chosen.execution.head_reason
     assert chosen.execution.tokens_per_s > 3 * whole.execution.tokens_per_s
 
@@ -301,8 +299,7 @@ def test_eight_bits_without_their_kernel_are_the_last_resort_of_a_head_left_to_t
     with pytest.raises(DoesNotFitError):
         plan(2, head="full")
     made = plan(2, head="auto", machine=card(2, capability=(7, 5)))
-    assert made.execution.head == "int8"
-    assert "the full head does not fit" in made.execution.head_reason
+    assert made.execution.head == "int8" and "the full head does not fit" in made.execution.head_reason
     assert "its kernel needs compute capability 8.0" in made.execution.head_reason
 
 
@@ -432,8 +429,7 @@ def test_sliding_windows_are_counted_for_every_row_beside_pages(kv, value_bytes,
     head, wide = 256 * value_bytes + scale_bytes, 512 * value_bytes + scale_bytes
     windows = 33 * 20 * 2 * 2 * 512 * head  # 32 rows and a prompt's; 20 layers; keys and values; 2 heads; 512 places
     token = 4 * 2 * 2 * wide
-    assert pages.gpu["kv_cache"] == (20480 + 2 * 64) * token + windows
-    assert whole.gpu["kv_cache"] == 33 * 4096 * token + windows
+    assert pages.gpu["kv_cache"] == (20480 + 2 * 64) * token + windows and whole.gpu["kv_cache"] == 33 * 4096 * token + windows
     if kv == "full":
         results = json.loads((ROOT / "bench/results/kv_pages.json").read_text(encoding="utf-8"))
         held = {row["layout"]: row["held"] for row in results["rows"] if row["what"] == "bytes"}

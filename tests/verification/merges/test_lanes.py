@@ -91,8 +91,7 @@ def test_survival_is_the_share_along_the_change_and_the_rest():
     assert (kept.survived, kept.noise, kept.delta_norm) == (1.0, 0.0, 5.0)
     half = survival("m", base, 0.5 * delta + torch.tensor([[0.0, 5.0], [0.0, 0.0]]), delta)
     assert (half.survived, half.noise) == (0.5, 1.0)
-    assert survival("m", base, base, delta).survived == 0.0
-    assert survival("m", base, base + 2 * delta, delta).survived == 2.0
+    assert survival("m", base, base, delta).survived == 0.0 and survival("m", base, base + 2 * delta, delta).survived == 2.0
     assert survival("m", base, base, 0 * delta) == Survival("m", 1.0, 0.0, 0.0, 0.0)
     assert survival("m", base, base + 1, 0 * delta).survived == 0.0
 
@@ -201,8 +200,7 @@ def test_trimtabs_own_merges_pass_and_requantizing_keeps_the_change(tmp_path):
     adapter = pico.adapter(base, tmp_path / "adapter")
     found = run(base, adapter, tmp_path, ["trimtab_merge", "trimtab_requantized_merge", "fresh_bf16_merge"])
     merge, requantized = found["trimtab_merge"], found["trimtab_requantized_merge"]
-    assert merge.error is None and requantized.error is None
-    assert min(row.survived for row in merge.survival) > 0.99
+    assert merge.error is None and requantized.error is None and min(row.survived for row in merge.survival) > 0.99
     assert mean_survival(requantized.survival)[0] == pytest.approx(1.0, abs=0.1)
     assert mean_survival(requantized.survival)[1] > 10 * mean_survival(merge.survival)[1]
     # PEFT and trimtab round the same sums once: as good as each other.
@@ -252,8 +250,7 @@ def test_what_peft_merges_is_measured_in_every_layout(tmp_path, family):
     config = peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", init_lora_weights=False, **targets)
     peft.get_peft_model(merged_models.load(base), config).save_pretrained(tmp_path / "adapter")
     found = run(base, tmp_path / "adapter", tmp_path, ["fresh_bf16_merge"])["fresh_bf16_merge"]
-    assert (found.error, found.notes) == (None, ())
-    assert len(found.survival) == {"gpt2": 4, "qwen3_moe": 4, "mixtral": 6}[family]
+    assert (found.error, found.notes) == (None, ()) and len(found.survival) == {"gpt2": 4, "qwen3_moe": 4, "mixtral": 6}[family]
     assert all(row.survived == pytest.approx(1.0, abs=0.01) for row in found.survival)
     names = {row.module_path.rpartition(".")[2] for row in found.survival}
     assert names == ({"c_attn", "c_fc"} if family == "gpt2" else {"q_proj", "down_proj", "gate_up_proj"})

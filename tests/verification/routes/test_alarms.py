@@ -30,8 +30,7 @@ RIGHT = Right(
 )  # fmt: skip
 def test_a_right_merge_passes_its_check_on_another_number_of_threads(change):
     row = judge_right(replace(RIGHT, **change), with_answers=False)
-    assert row["check"] == "passed"
-    assert row["slopes"] == pytest.approx([1.0, 1.0], abs=1e-4)
+    assert row["check"] == "passed" and row["slopes"] == pytest.approx([1.0, 1.0], abs=1e-4)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -57,16 +57,14 @@ def test_a_continuation_is_appended_to_every_row_of_tokens():
     }  # fmt: skip
     found = forced.extended(inputs, [8, 9])
     assert found["input_ids"].tolist() == [[5, 6, 7, 8, 9]] and found["attention_mask"].tolist() == [[1] * 5]
-    assert found["mm_token_type_ids"].tolist() == [[0, 1, 1, 0, 0]]
-    assert found["pixel_values"] is inputs["pixel_values"]
+    assert found["mm_token_type_ids"].tolist() == [[0, 1, 1, 0, 0]] and found["pixel_values"] is inputs["pixel_values"]
     assert forced.extended(inputs, [])["input_ids"] is inputs["input_ids"]
 
 
 def test_rows_of_several_lengths_are_filled_up_on_the_right():
     rows = [{"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))} for ids in ([1, 2, 3], [4])]
     found = forced.padded_batch(rows)
-    assert found["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert found["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert found["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]] and found["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
 def test_a_route_prepares_prompts_as_a_process_of_their_own_does(tmp_path, monkeypatch):
@@ -193,8 +191,7 @@ def test_batches_are_left_out_where_they_are_tested(tmp_path):
     folder = pico.build("llama", tmp_path / "base")
     items = items_of(rows_of(folder, tmp_path))
     ran = run(own(folder), items, tmp_path / "a", noise="without batches", noise_items=1)
-    assert not any("batch" in name for name in ran.noise.orders)
-    assert {pair.prompt_id for pair in ran.noise.pairs} == {"one"}
+    assert not any("batch" in name for name in ran.noise.orders) and {pair.prompt_id for pair in ran.noise.pairs} == {"one"}
 
 
 def test_an_order_that_fails_is_named_not_hidden():
@@ -238,8 +235,7 @@ def test_the_rounding_run_is_pefts_merge(tmp_path):
             ours = module.adapters["rounded once"].weight
         theirs_ = merged.get_submodule("model.layers.0.mlp.up_proj").weight
         # Both round once to bf16, from float64 here and float32 there: a few values on the edge fall to the other side.
-        assert float((ours != theirs_).float().mean()) < 0.01
-        assert not torch.equal(ours, module.dense_weight())
+        assert float((ours != theirs_).float().mean()) < 0.01 and not torch.equal(ours, module.dense_weight())
         model.adapter_store.set(None)
         before = forced.forward(model.hf_model, inputs)[0]
         with rounding.merged_in_memory(model, "a", 1):

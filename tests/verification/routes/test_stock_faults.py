@@ -63,8 +63,7 @@ def test_a_comparison_that_differs_names_layers_with_wrong_scales(verdict, engin
     monkeypatch.setattr(verify, "read_checkpoint", lambda model: SimpleNamespace(config=E4B))
     items, rows = [SimpleNamespace(id="river", prompt_tokens=30)], [SimpleNamespace(verdict=verdict)]
     lines = verify._stock_faults(SimpleNamespace(model="m"), items, rows, ran(engine), ran("trimtab"))
-    assert len(lines) == is_said
-    assert all("I16" in line and "a.fc2 and 1 more" in line for line in lines)
+    assert len(lines) == is_said and all("I16" in line and "a.fc2 and 1 more" in line for line in lines)
 
 
 def four_bit(rows, width, device="cpu"):
@@ -96,5 +95,4 @@ def test_the_stock_route_names_layers_whose_rows_of_this_length_are_unpacked_wro
 def test_a_small_weight_shows_what_the_catalogue_s_probe_shows(tmp_path):
     pytest.importorskip("bitsandbytes")
     seen = read_entry(FOLDER / "i16_row_scales.py").probe(Kit(tmp_path))
-    assert row_scales.unpacks_wrong(24, 80, 64) == (seen.state == PRESENT)
-    assert not row_scales.unpacks_wrong(24, 128, 64)
+    assert row_scales.unpacks_wrong(24, 80, 64) == (seen.state == PRESENT) and not row_scales.unpacks_wrong(24, 128, 64)

@@ -62,8 +62,7 @@ def test_the_right_adapter_is_alive_and_the_report_says_what_that_rests_on(serve
     }  # fmt: skip
     assert report.channels["text"].name == "completions, token ids"
     assert set(report.channels) == {"text"}  # the adapter changes no tower: no picture need be sent
-    assert 0 < report.residuals["none"] < 0.1
-    assert report.requests == planted.requests <= 200
+    assert 0 < report.residuals["none"] < 0.1 and report.requests == planted.requests <= 200
     report.save(tmp_path / "report.json")
     saved = json.loads((tmp_path / "report.json").read_text("utf-8"))
     assert (saved["verdict"], saved["exit_code"], saved["still_possible"]) == ("alive", 0, [])
@@ -80,8 +79,7 @@ def test_the_right_adapter_is_alive_and_the_report_says_what_that_rests_on(serve
 @pytest.mark.usefixtures("few_questions")
 def test_an_adapter_in_noise_is_not_called_alive_and_what_noise_hides_is_named(served):
     report = ask(Planted(served, {"m": "style", "b": None}, jitter=0.4), remote_base="b")
-    assert (report.verdict.word, report.exit_code) == ("cannot tell", 9)
-    assert report.verdict.is_as_a_whole
+    assert (report.verdict.word, report.exit_code) == ("cannot tell", 9) and report.verdict.is_as_a_whole
     assert "another version of the adapter" in report.verdict.unseen
     assert report.to_json()["still_possible"] == list(report.verdict.unseen)
     first, because = str(report).splitlines()[0], dict(report.document().blocks[0].rows)["because"]
@@ -129,8 +127,7 @@ def test_an_adapter_without_effect_is_seen_in_texts_alone(served):
     planted = Planted(served, {"m": None, "b": None}, top=0, takes_ids=False)
     report = ask(planted, remote_base="b")
     assert (report.verdict.word, report.exit_code) == ("ignored", 1)
-    assert "exactly those of the server's own base" in report.verdict.reason
-    assert report.channels["text"].top == 0
+    assert "exactly those of the server's own base" in report.verdict.reason and report.channels["text"].top == 0
 
 
 def test_texts_of_one_length_go_through_the_model_together_and_change_no_number(served):
@@ -217,8 +214,7 @@ def test_own_prompts_do_not_leave_the_machine_without_the_flag():
     planted._answer = no_request
     with pytest.raises(RequestError) as caught:
         ask(planted, prompts=["my secret"])
-    assert caught.value.field == "prompts"
-    assert "send_prompts" in str(caught.value)
+    assert caught.value.field == "prompts" and "send_prompts" in str(caught.value)
 
 
 def test_what_cannot_be_asked_is_refused_before_anything_is_sent(capsys):
@@ -250,5 +246,4 @@ def test_a_servers_words_are_escaped_on_the_page():
     assert "<script" not in marked
     assert "\x1b" not in page
     assert "[x](" not in marked
-    assert report.exit_code == EXIT_CANNOT_TELL
-    assert dataclasses.asdict(report.verdict)["word"] == "cannot tell"
+    assert report.exit_code == EXIT_CANNOT_TELL and dataclasses.asdict(report.verdict)["word"] == "cannot tell"
