@@ -104,8 +104,7 @@ def test_an_option_of_load_that_resembles_none_lists_those_of_plan():
 
 def test_results_and_conversations_are_public(chat_model):
     chat = chat_model.chat(max_new_tokens=2)
-    answer = chat.send("hello")
-    assert type(answer) is trimtab.Answer and type(chat) is trimtab.Conversation
+    assert type(chat.send("hello")) is trimtab.Answer and type(chat) is trimtab.Conversation
     assert {type(turn) for turn in chat.turns} <= {trimtab.Turn}
     logged = chat_model.answer("hello", max_new_tokens=1, logprobs=1).logprobs
     assert [type(one) for one in logged] == [trimtab.TokenLogprob]

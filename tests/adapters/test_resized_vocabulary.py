@@ -106,8 +106,7 @@ def test_copies_that_peft_does_not_read_are_told_by_inspect(folders: tuple[Path,
     tensors = load_file(file)
     stem = "base_model.model.lm_head"
     assert {f"{stem}.weight", f"{stem}.modules_to_save.weight", f"{stem}.original_module.weight"} <= set(tensors)
-    report = trimtab.inspect(adapter, model=same)
-    reasons = {entry["key"]: entry["reason"] for entry in report["dropped"]}
+    reasons = {entry["key"]: entry["reason"] for entry in trimtab.inspect(adapter, model=same)["dropped"]}
     assert "second copies" in reasons[f"{stem}.modules_to_save.weight"]
     assert "the base's own weights" in reasons[f"{stem}.original_module.weight"]
     # PEFT reads the short name, whatever the copy holds.

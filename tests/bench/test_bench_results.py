@@ -97,8 +97,7 @@ def test_cases_that_are_there_are_judged_and_not_computed_again(tmp_path, monkey
     for name in ("open_reference", "choose", "candidates", "write_faults"):
         monkeypatch.setattr(verify_remote, name, getattr(verify_remote, name))
     proof = alive.Proof(tmp_path / "work", None, tmp_path / "numbers")
-    result = proof.run([("none", "style")], with_faults=False)
-    assert result["summary"]["right_words"] == {"alive": 1}
+    assert proof.run([("none", "style")], with_faults=False)["summary"]["right_words"] == {"alive": 1}
     assert not proof.local  # no model was loaded
 
 
@@ -181,8 +180,7 @@ def test_stock_rows_of_whole_models_are_among_the_cases():
 def test_the_table_shows_the_link_once_a_row_has_it():
     row = {"model": "e4b", "card_gib": 4, "head": "full", "chosen_head": "full", "execution": "fused", "tok_s": 111.1}
     where = {"gpu": "a GPU", "python": "3.12"}
-    before = readme_numbers.cards({"environment": where, "rows": [row]})
-    assert "link limit" not in before
+    assert "link limit" not in readme_numbers.cards({"environment": where, "rows": [row]})
     link = {"link_limit_tok_s": 140.2, "link_share": 0.792, "forced_gib": 0.31}
     whole = {**row, "card_gib": 8, "link_limit_tok_s": None, "link_share": None, "forced_gib": 0.0}
     lines = readme_numbers.cards({"environment": where, "rows": [{**row, **link}, whole]}).splitlines()

@@ -25,8 +25,7 @@ BASE, STYLE = str(DEMO / "base"), f"style={DEMO / 'adapters' / 'style'}"
 
 
 def run(capsys, *arguments):
-    code = cli.main(["bench", *arguments])
-    return code, capsys.readouterr()
+    return cli.main(["bench", *arguments]), capsys.readouterr()
 
 
 @pytest.fixture

@@ -273,8 +273,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_run(tmp_path):
 
 def test_a_bar_is_the_median_its_whisker_the_spread_and_the_line_the_limit(world):
     world.says = lambda name, run: ran(ms=[1.0, 2.0, 4.0][run])
-    found = bench(asked())
-    shapes, _ = picture.layout(found)
+    shapes, _ = picture.layout(bench(asked()))
     bars = [s for s in shapes if isinstance(s, Box) and s.fill == picture.COLORS["trimtab"]]
     lines = [s for s in shapes if isinstance(s, Stroke)]
     decode = next(bar for bar in bars if any(line.top < bar.top < line.bottom for line in lines))

@@ -184,8 +184,7 @@ def test_a_model_that_is_its_own_language_model_keeps_its_layers(tmp_path):
         **pico._TEXT, vision_config=tower | {"image_size": 28, "patch_size": 14},
         audio_config={"hidden_size": 64, "num_blocks": 1, "num_attention_heads": 2, "intermediate_size": 64},
     )  # fmt: skip
-    found = config_only(tmp_path, config, "Phi4MultimodalForCausalLM")
-    parts = {row.block: row.part for row in found.rows}
+    parts = {row.block: row.part for row in config_only(tmp_path, config, "Phi4MultimodalForCausalLM").rows}
     assert parts["model.layers.1"] == parts["model"] == "language"
     assert parts["model.embed_tokens_extend.image_embed.img_processor.encoder.layers.0"] == "vision"
     assert parts["model.embed_tokens_extend.audio_embed.encoder.encoders.0"] == "audio"

@@ -64,8 +64,7 @@ def asks(world, capsys):
 
     def ask(name, *arguments, model=world / "base"):
         placement = ["--context", "128", "--device", "cpu"] if not str(model).endswith(".json") else []
-        code = cli.main([name, str(model), *placement, *map(str, arguments)])
-        return (code, *capsys.readouterr())
+        return (cli.main([name, str(model), *placement, *map(str, arguments)]), *capsys.readouterr())
 
     return ask
 
@@ -179,8 +178,7 @@ def test_a_reader_that_went_away_is_not_a_traceback(tmp_path, monkeypatch):
     (["run", "{base}", "hi", "--image", "{tmp}/missing.png"], 2),
 ])  # fmt: skip
 def test_exit_codes_of_real_failures(arguments, code, world, tmp_path, capsys):
-    filled = [text.format(tmp=tmp_path, base=world / "base") for text in arguments]
-    assert cli.main(filled) == code
+    assert cli.main([text.format(tmp=tmp_path, base=world / "base") for text in arguments]) == code
     assert capsys.readouterr().err.startswith("trimtab: ")
 
 
@@ -216,8 +214,7 @@ def test_every_flag_reaches_its_field(tmp_path):
         "--place": ["*=resident", "a.b=stream"], "--keep-unquantized": ["x.*", "y"], "--device": ["cuda:1"],
         "--offload-dir": ["E:/spill"],
     }  # fmt: skip
-    given = [text for flag, values in arguments.items() for value in values for text in (flag, value)]
-    request = request_of(*given)
+    request = request_of(*[text for flag, values in arguments.items() for value in values for text in (flag, value)])
     assert request == LoadRequest(
         model="m", adapters={"a": "one", "b": "two=2"}, gpu_memory_bytes=4 * 2**30, host_memory_bytes=500_000_000,
         quant="int8", dtype="float16", context_tokens=77, batch=3, images=0, audio_s=1.5,

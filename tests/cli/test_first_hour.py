@@ -40,8 +40,7 @@ def ask(capsys):
     """Run a command; return (exit code, stdout, stderr)."""
 
     def run(*arguments):
-        code = cli.main([str(one) for one in arguments])
-        return (code, *capsys.readouterr())
+        return (cli.main([str(one) for one in arguments]), *capsys.readouterr())
 
     return run
 

@@ -69,8 +69,7 @@ def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
                 words += [text.format(tmp=tmp_path)] if text else []
         if command == "merge" and "--adapter" not in given:
             given = ("--adapter", STYLE, *given)
-        code = cli.main([*words, *given])
-        return (code, *capsys.readouterr())
+        return (cli.main([*words, *given]), *capsys.readouterr())
 
     return run
 

@@ -180,8 +180,7 @@ def test_the_second_example_of_the_readme_tests_a_server_and_shows_the_pages_out
     blocks = re.findall(r"(?:^ {4}trimtab .+\n)+", examples, re.M)
     verbs = [[line.split()[1] for line in block.splitlines()] for block in blocks]
     assert verbs == [["pull", "plan", "run", "chat"], ["verify"]]
-    words = shlex.split(blocks[1])
-    assert {"--against", "--remote-model", "--remote-base"} <= set(words)
+    assert {"--against", "--remote-model", "--remote-base"} <= set(shlex.split(blocks[1]))
     page = (DOCS / "is-my-adapter-alive.md").read_text("utf-8")
     assert blocks[1] in page
     shown = [text.partition("<!-- output:alive -->\n")[2].partition("<!-- /output -->")[0] for text in (readme, page)]

@@ -57,8 +57,7 @@ def test_a_worker_killed_under_load_loses_no_answer_without_a_name(server):
 
 @pytest.mark.slow
 def test_with_retry_only_what_had_begun_to_speak_is_lost():
-    found = faults.killed(1, 8, retry=True)
-    check_killed(found)
+    check_killed(faults.killed(1, 8, retry=True))
 
 
 @pytest.mark.slow

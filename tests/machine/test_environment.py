@@ -145,8 +145,7 @@ def personal() -> list[str]:
 
 def test_no_user_host_or_folder_is_told(here):
     text = json.dumps(here.to_json()) + Lines().show(environment_document(here))
-    told = [name for name in personal() if re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", text)]
-    assert told == []
+    assert [name for name in personal() if re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", text)] == []
     assert not re.search(r"/[a-z]+/[a-z]|[A-Z]:\\\\", text)
 
 

@@ -126,8 +126,7 @@ def test_a_head_tied_to_a_changed_table_gets_a_weight_of_its_own(family: str, tm
 def test_a_tied_head_stays_tied_if_only_other_modules_change(tmp_path: Path) -> None:
     base = pico.build("qwen3", tmp_path / "base")
     adapter = pico.adapter(base, tmp_path / "adapter")
-    report = merge(base, tmp_path / "out", adapters={"a": adapter})
-    assert not report.added
+    assert not merge(base, tmp_path / "out", adapters={"a": adapter}).added
     model = load(tmp_path / "out")
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
@@ -228,8 +227,7 @@ def test_another_dtype_is_written_with_the_config_that_says_so(tmp_path: Path) -
     adapter = pico.adapter(base, tmp_path / "adapter")
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, dtype="bf16", check=True)
     assert report.check is not None and report.check.passed and report.dtype == "bfloat16"
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values() if tensor.is_floating_point()} == {torch.bfloat16}
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     total = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values())

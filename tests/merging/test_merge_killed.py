@@ -31,8 +31,7 @@ def test_killed_at_ten_points_there_is_the_old_model_or_the_new_one_and_the_next
     resumed = []
     for run in killed:
         out = tmp_path / str(run["number"]) / "out"
-        found = content(out)
-        assert found in ({"old.txt": b"the model that was there before"}, whole)
+        assert content(out) in ({"old.txt": b"the model that was there before"}, whole)
         report = merge(base, out, adapters={"a": adapter}, overwrite=True)
         assert content(out) == whole and merged_models.left_over(out.parent) == ["out"]
         resumed.append(sum(file.is_resumed for file in report.files))

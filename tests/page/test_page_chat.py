@@ -68,8 +68,7 @@ def test_each_of_two_voices_goes_on_from_its_own_answer(opened):
     ask(page, "second")
     answers(page, 4)
     own = {one["model"]: one["messages"][1]["content"] for one in sent[2:]}
-    first = {one["model"]: text for one, text in zip(sent[:2], "AB", strict=True)}
-    assert own == first
+    assert own == {one["model"]: text for one, text in zip(sent[:2], "AB", strict=True)}
 
 
 def test_an_answer_is_regenerated_and_the_earlier_one_stays(opened):

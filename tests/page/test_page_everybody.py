@@ -61,8 +61,7 @@ def test_the_theme_follows_the_system_until_one_is_chosen(opened):
     paper = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(paper)
     page.emulate_media(color_scheme="light")
-    light = page.evaluate(paper)
-    assert light != dark
+    assert page.evaluate(paper) != dark
     page.click("#theme")
     page.click("#theme")
     expect(page.locator("#theme-text")).to_have_text("Theme: dark")
@@ -96,8 +95,7 @@ def test_everything_can_be_done_with_keys_alone(opened):
     for _ in range(2):
         page.keyboard.press("Tab")
     expect(page.locator("#send")).to_be_focused()
-    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-    assert outline == "solid"
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     page.keyboard.press("Enter")
     assert answers(page) == [asked["answers"]["style"]]
     expect(page.locator("#question")).to_be_focused()

@@ -118,8 +118,7 @@ def test_layers_go_to_disk_when_the_host_is_short():
 
 
 def test_a_request_without_pictures_sends_the_vision_tower_away_free_of_charge():
-    made = plan(gpu=2.5, images=0)
-    assert all(row.request_s == 0 for row in made.placements if row.part == "vision")
+    assert all(row.request_s == 0 for row in plan(gpu=2.5, images=0).placements if row.part == "vision")
 
 
 def test_a_slow_link_prefers_the_host_tier():

@@ -194,8 +194,7 @@ def test_every_wording_is_known_to_this_file():
 @pytest.mark.parametrize("wording", WORDINGS)
 def test_each_wording_stands_where_it_is_true_and_not_where_it_is_not(wording):
     true, false = WORDINGS[wording]
-    made = false()
-    assert not any(wording in row.reason for row in made.placements if wording != "fits" or row.block_path == TABLE)
+    assert not any(wording in row.reason for row in false().placements if wording != "fits" or row.block_path == TABLE)
     if true is not None:
         assert any(wording in row.reason for row in true().placements)
 

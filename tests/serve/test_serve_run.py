@@ -442,8 +442,7 @@ def test_a_client_that_closes_its_direction_gets_its_answer(server, version):
 
 
 def test_a_client_that_closes_its_direction_gets_its_stream(server):
-    found = half_closed(server, request("count 6", stream=True)).replace(CONTINUE, b"")
-    head, _, body = found.partition(b"\r\n\r\n")
+    head, _, body = half_closed(server, request("count 6", stream=True)).replace(CONTINUE, b"").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200") and body.endswith(b"0\r\n\r\n")
     assert b"".join(b"%d " % number in body and b"%d " % number for number in range(1, 7)) == b"1 2 3 4 5 6 "
     assert body.count(b"data: [DONE]") == 1

@@ -152,5 +152,4 @@ def test_a_merge_without_a_file_of_its_processor_is_reported(tmp_path, capsys, m
     command = merge_without_processor("gemma3", tmp_path)
     (tmp_path / "base" / "processor_config.json").unlink()
     capsys.readouterr()
-    code = main(command)
-    check_merged(code, *capsys.readouterr(), "no usable processor")
+    check_merged(main(command), *capsys.readouterr(), "no usable processor")

@@ -243,8 +243,7 @@ def test_an_adapter_of_another_model_is_refused_before_a_route_runs(base, tmp_pa
 
 def test_pictures_for_a_model_that_only_reads_are_refused_together(base, tmp_path):
     (tmp_path / "a.png").write_bytes(b"x")
-    rows = [{"id": name, "text": "x", "image": str(tmp_path / "a.png")} for name in ("p", "q")]
-    found = refused(base, prompts=rows)
+    found = refused(base, prompts=[{"id": name, "text": "x", "image": str(tmp_path / "a.png")} for name in ("p", "q")])
     assert found.field == "prompts" and "p has an image" in str(found) and "q has an image" in str(found)
 
 

@@ -174,8 +174,7 @@ def test_help_names_every_command_and_the_parser_its_flags(capsys):
         cli.main(["chat", "--help"])
     assert "--no-history" in capsys.readouterr().out
     named = {form.split()[0].removeprefix("/") for form, _ in chat_session.HELP}
-    session = Session(None, None, as_json=False, is_terminal=False)
-    assert named == {*session._commands, "quit"}
+    assert named == {*Session(None, None, as_json=False, is_terminal=False)._commands, "quit"}
 
 
 def test_a_chat_with_the_demo_begins_with_a_question_that_it_can_answer(model, capsys):
@@ -403,8 +402,7 @@ def test_keys_send_break_lines_and_leave():
 def test_a_missing_line_editor_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
-    read = chat_input.terminal_reader(lambda line: ([], False), keep_history=False)
-    assert read("> ") == "hello"
+    assert chat_input.terminal_reader(lambda line: ([], False), keep_history=False)("> ") == "hello"
     out, err = capsys.readouterr()
     assert out == "> " and err.startswith("prompt_toolkit cannot be imported")
 

@@ -155,8 +155,7 @@ def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_pa
         patch.setattr(many_command, "opened", None)  # wrong lines alone load no model
         assert many(prompts, out, "--rows", 2, "--json") == 2
     told = json.loads(capsys.readouterr().out)
-    first = told.pop("first_error")
-    assert first == {"line": 4, "message": rows[4]["error"]["message"]}
+    assert told.pop("first_error") == {"line": 4, "message": rows[4]["error"]["message"]}
     assert told == {"prompts": 6, "answered_before": 4, "answered": 0, "errors": 2, "out": str(out)}
     assert read(out) == (header, rows) and out.read_bytes().count(b"\n") == 7
     whole = out.read_bytes()

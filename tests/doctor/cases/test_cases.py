@@ -87,8 +87,7 @@ def test_prefixed_map_keeps_the_catch_all_as_it_is():
 
 def test_block_map_gives_half_of_the_layers_away_one_key_a_layer():
     found = device_map("blocks", GEMMA4)
-    places = [found[f"{LANGUAGE}.layers.{index}"] for index in range(5)]
-    assert places == [0, 0, "cpu", "cpu", "cpu"]
+    assert [found[f"{LANGUAGE}.layers.{index}"] for index in range(5)] == [0, 0, "cpu", "cpu", "cpu"]
     assert f"{LANGUAGE}.layers" not in found and found["model.vision_tower"] == 0
 
 

@@ -135,8 +135,7 @@ def test_record_names_no_folder_of_the_interpreter_or_the_adapter(processes):
 def test_reference_is_made_once_a_quantization(processes):
     found = processes()
     stock(A, B, "SPLIT_BF16")
-    names = [request["name"] for module, request, _ in found.asked if module == "reference"]
-    assert names == ["nf4+towers", "none"]
+    assert [request["name"] for module, request, _ in found.asked if module == "reference"] == ["nf4+towers", "none"]
 
 
 def test_limits_interpreter_and_pressure_reach_the_case(processes):

@@ -250,11 +250,9 @@ def test_lines_that_differ_in_a_module_are_told_once():
 
 
 def test_without_the_run_the_sentence_is_gone():
-    with_it = the_draft(make(), "quant-state-meta-item").markdown()
-    assert "runs without an adapter. [r3]" in with_it
+    assert "runs without an adapter. [r3]" in the_draft(make(), "quant-state-meta-item").markdown()
     runs = [run for run in the_runs() if run["case"] != "SPLIT_4BIT_NO_ADAPTER"]
-    without = the_draft(make(runs), "quant-state-meta-item").markdown()
-    assert "runs without an adapter" not in without
+    assert "runs without an adapter" not in the_draft(make(runs), "quant-state-meta-item").markdown()
 
 
 # Buckets --------------------------------------------------------------------------------------------------------------
@@ -582,8 +580,7 @@ def test_claims_are_decided_on_the_runs():
     ("All Gemma 4 adapters fail.", record("G")),
 ])  # fmt: skip
 def test_one_run_refutes_a_claim(claim, run):
-    decided = {one.claim.text: one.state for one in decide_claims(evidence_of([run]))}
-    assert decided[claim] == REFUTED
+    assert {one.claim.text: one.state for one in decide_claims(evidence_of([run]))}[claim] == REFUTED
     bridged = {**run, "engine": "trimtab"}
     assert {one.claim.text: one.state for one in decide_claims(evidence_of([bridged]))}[claim] == NOT_TESTED
 

@@ -169,8 +169,7 @@ def test_free_memory_is_reckoned_line_by_line(e2b, e2b_adapter):
     found = judge(e2b, adapter=e2b_adapter, device_map=REPORTED, machine=gpu(7.5))
     second = found.second
     assert second is not None and second.runs
-    lines = {line.text: line.bytes for line in second.lines}
-    free, base = lines["free on GPU 0 now"], second.lines[1].bytes
+    free, base = {line.text: line.bytes for line in second.lines}["free on GPU 0 now"], second.lines[1].bytes
     assert free == int(7.5 * 2**30)
     assert -base == found.map.bytes_on["0"]
     adapter = second.lines[2].bytes
@@ -232,8 +231,7 @@ def test_newest_int8_layers_survive_the_offload(e2b, e2b_adapter):
 
 
 def test_shared_keys_fail_with_the_layer_of_the_report(e2b, e2b_adapter):
-    found = partly_offloaded(e2b, e2b_adapter, OLD)
-    assert "KeyError: 13" in finding(found, "B4").detail
+    assert "KeyError: 13" in finding(partly_offloaded(e2b, e2b_adapter, OLD), "B4").detail
     assert "B4" not in bugs(partly_offloaded(e2b, e2b_adapter, NEW))
 
 
@@ -295,8 +293,7 @@ def test_skipped_linears_follow_the_installed_rule_for_longer_names(tmp_path):
     ({"model.vision_tower": "cpu", "": 0}, "A4", WASTES),
 ])  # fmt: skip
 def test_a_map_meets_the_entry_of_the_catalogue(device_map, bug, severity):
-    found = judge(device_map=device_map)
-    assert finding(found, bug).severity == severity
+    assert finding(judge(device_map=device_map), bug).severity == severity
 
 
 def test_an_explicit_map_meets_none_of_them():
@@ -372,8 +369,7 @@ def test_every_finding_names_an_entry_of_the_catalogue(e2b, e2b_adapter):
 
 
 def test_disk_and_an_adapter_fail_and_copy_the_checkpoint():
-    found = judge(adapter=STYLE, device_map={"model.vision_tower": "disk", "": 0})
-    assert {"B5", "B6"} <= set(bugs(found))
+    assert {"B5", "B6"} <= set(bugs(judge(adapter=STYLE, device_map={"model.vision_tower": "disk", "": 0})))
 
 
 def test_keys_that_target_modules_does_not_name_are_dropped(tmp_path):
@@ -520,8 +516,7 @@ def test_the_command_is_one_that_the_command_line_takes():
     from trimtab.cli.main import parser
 
     found = preflight(BASE, adapter=STYLE, gpu_memory="8GiB", environment=environment(NEW))
-    options = parser().parse_args(shlex.split(found.answer.command)[1:])
-    assert options.name == "run"
+    assert parser().parse_args(shlex.split(found.answer.command)[1:]).name == "run"
 
 
 def test_adapter_names_are_ones_that_requests_take():

@@ -51,8 +51,7 @@ def check_alone(model, tokens):
     rows = [through(batch, model.prepare(prompt), request).row for prompt in PROMPTS]
     # The first step's logits against the model's own, teacher-forced on the same tokens.
     expected = torch.stack([model.logits(row.token_ids)[-1] for row in rows])
-    found = batch.logits().cpu()
-    assert (found - expected).abs().max() < STEP_TOLERANCE * expected.abs().max()
+    assert (batch.logits().cpu() - expected).abs().max() < STEP_TOLERANCE * expected.abs().max()
     batch.cache.positions[:3] -= 1  # the step was only looked at: do it again
     assert to_the_end(batch, rows) == alone
     return batch
@@ -135,8 +134,7 @@ def test_a_seed_draws_what_it_draws_alone(model, options):
     batch = Batch(model, rows=2)
     request = GenerateRequest(max_new_tokens=16, **options)
     noise = through(batch, model.prepare("Hi"), GenerateRequest(max_new_tokens=16, temperature=2.0)).row
-    row = through(batch, model.prepare("Hello"), request).row
-    assert to_the_end(batch, [noise, row])[1] == alone
+    assert to_the_end(batch, [noise, through(batch, model.prepare("Hello"), request).row])[1] == alone
 
 
 SAMPLERS = [

@@ -86,8 +86,7 @@ def test_groups_with_other_adapters_do_not_share(model):
         *jobs(1, group="g", adapter="style"),
         *(Job(f"b{job.id}", job.prompt, job.request, group="g") for job in jobs(1, group="g")),
     ]
-    found = run(engine, *mixed)
-    assert [last.usage["shared_tokens"] for _, last, _ in found.values()] == [0, 0]
+    assert [last.usage["shared_tokens"] for _, last, _ in run(engine, *mixed).values()] == [0, 0]
 
 
 def test_with_a_prefix_cache_choices_share_too():

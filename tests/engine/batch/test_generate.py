@@ -268,8 +268,7 @@ def test_rows_part_from_stock_only_where_two_tokens_are_a_tie(both, name):
     dtype, model, stock_model, exact = both
     text, media, penalty = QUESTIONS[name]
     inputs = model.prepare(text, **media)
-    found = by_rows(model, inputs, 16, penalty)
-    place = check_parts_only_at_a_tie(found, stock_model, inputs, penalty, exact)
+    place = check_parts_only_at_a_tie(by_rows(model, inputs, 16, penalty), stock_model, inputs, penalty, exact)
     assert place is None or dtype == "bfloat16"
 
 
@@ -535,8 +534,7 @@ def test_a_stop_text_never_shows_a_part_of_itself(stop):
 
 def test_what_only_looked_like_a_stop_is_given_out():
     detokenizer = Detokenizer(Bytes(), ("STOP",))
-    shown = "".join(detokenizer.push(byte) for byte in b"a STO")
-    assert shown == "a " and detokenizer.finish() == "STO"
+    assert "".join(detokenizer.push(byte) for byte in b"a STO") == "a " and detokenizer.finish() == "STO"
 
 
 class Pieces:
@@ -552,8 +550,7 @@ WORDS = [" It", " is", " red", "dish"]
 def test_a_continued_text_gets_the_space_before_the_first_new_token():
     detokenizer = Detokenizer(Pieces(), before=[0, 1])
     assert [detokenizer.push(token) for token in (2, 3)] == [" red", "dish"] and detokenizer.finish() == ""
-    alone = Detokenizer(Pieces())
-    assert alone.push(2) == "red"
+    assert Detokenizer(Pieces()).push(2) == "red"
 
 
 def test_the_demo_tokenizer_round_trips_through_pieces():

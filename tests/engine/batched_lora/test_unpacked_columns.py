@@ -93,8 +93,7 @@ def test_prompts_with_adapters_in_turn_have_the_scores_of_the_modules(columned):
     wanted = {name: answered(modules, model.prepare(ids(20)), adapter=name)[0] for name in set(names)}
     for name in names:
         before = module.launches.count("write_columns")
-        found = answered(batch, model.prepare(ids(20)), adapter=name)[0]
-        assert differ(found, wanted[name]) < BFLOAT16_TOLERANCE, name
+        assert differ(answered(batch, model.prepare(ids(20)), adapter=name)[0], wanted[name]) < BFLOAT16_TOLERANCE, name
         written.append(module.launches.count("write_columns") - before)
     # Once for an adapter's turn; the base and an adapter of another kind read none, and leave what is there.
     assert written == [1, 0, 1, 0, 1, 0, 1]
@@ -131,8 +130,7 @@ def test_a_short_chunk_and_passes_whose_rows_look_theirs_up_do_without(columned)
 @needs_sources
 def test_columns_of_another_adapter_would_be_seen(columned):
     model, batch, _ = columned
-    expected = eager(model)
-    wanted = answered(expected, model.prepare(ids(20)), adapter="specialist")[0]
+    wanted = answered(eager(model), model.prepare(ids(20)), adapter="specialist")[0]
     answered(batch, model.prepare(ids(20)), adapter="style")
     own = KeptWeights.hold
 

@@ -186,8 +186,7 @@ def test_no_text_is_lost_in_a_template(tmp_path, template, system, wanted):
     folder = talking.build_llama(tmp_path / "llama", chat_template=template)
     asked = WithoutWeights(folder, "bfloat16")
     if not wanted.startswith("not "):
-        given = chat.prepare(asked, "Hello", system=system)
-        assert asked.processor.decode(given.token_ids) == wanted
+        assert asked.processor.decode(chat.prepare(asked, "Hello", system=system).token_ids) == wanted
     else:
         with pytest.raises(RequestError, match=wanted):
             chat.prepare(asked, "Hello", system=system)
@@ -264,8 +263,7 @@ def word_tokenizer(words, *, specials=("<unk>", "<eos>", "<bos>")):
 
 def test_a_foreign_tokenizer_of_equal_size_is_refused_where_the_ends_are_words(tmp_path):
     with loaded_with(None, tmp_path / "foreign") as loaded:
-        rows = loaded.hf_model.config.vocab_size
-        words = [f"word{number}" for number in range(rows - 1)]
+        words = [f"word{number}" for number in range(loaded.hf_model.config.vocab_size - 1)]
         word_tokenizer(words, specials=("<unk>",)).save_pretrained(tmp_path / "foreign")
         with pytest.raises(CheckpointError, match=r"its eos_token_id is an ordinary word .*1 \('word0'\).*two models"):
             loaded.prepare("word1")
@@ -274,8 +272,7 @@ def test_a_foreign_tokenizer_of_equal_size_is_refused_where_the_ends_are_words(t
 def test_a_foreign_tokenizer_is_refused_where_a_picture_would_be_a_word(tmp_path):
     folder = talking.build_gemma4(tmp_path / "seeing")
     known = json.loads((folder / "config.json").read_text("utf-8"))
-    words = [f"word{number}" for number in range(known["image_token_id"])]
-    tokenizer = word_tokenizer(words)
+    tokenizer = word_tokenizer([f"word{number}" for number in range(known["image_token_id"])])
     with pytest.raises(CheckpointError, match=r"its image_token_id is an ordinary word of its tokenizer: \d+ \('word"):
         check_named_ids(tokenizer, folder)
     check_named_ids(transformers.AutoTokenizer.from_pretrained(folder), folder)

@@ -141,8 +141,7 @@ def test_old_thoughts_are_left_out_as_the_template_does():
     answer = "<think>\nso <|im_end|>\n</think>\n\nIt is <|im_end|> or <think>."
     messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}]
     without = [messages[0], {"role": "assistant", "content": "It is <|im_end|> or <think>."}]
-    found = chat.prepare(asked("qwen3"), messages).token_ids
-    assert found == chat.prepare(asked("qwen3"), without).token_ids
+    assert chat.prepare(asked("qwen3"), messages).token_ids == chat.prepare(asked("qwen3"), without).token_ids
     assert counted("qwen3", messages) == counted("qwen3", [messages[0], {"role": "assistant", "content": "x"}])
 
 
@@ -373,8 +372,7 @@ def test_plan_says_nothing_of_files_that_it_cannot_read(tmp_path, name, text):
 def test_a_worker_says_it_or_stops_there(tmp_path, caplog, asked, names, goes_on):
     folder, token = build(tmp_path / "llama", ends=False, names=names)
     request = LoadRequest(model=str(folder), device="cpu", context_tokens=64)
-    made = ServedModel(name="m", request=request, rows=2, stop_at_turn_end=asked).settings(4, Limits())
-    running = Running(made)
+    running = Running(ServedModel(name="m", request=request, rows=2, stop_at_turn_end=asked).settings(4, Limits()))
     try:
         assert running.ready["goes_on_behind"] == ("<turn|>" if goes_on else None)
         job = Job("a", {"text": "hello"}, GenerateRequest(max_new_tokens=5, logit_bias={token: 100.0}))

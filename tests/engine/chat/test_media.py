@@ -48,8 +48,7 @@ def test_an_image_is_turned_once_and_as_pillow_turns_it(orientation, kind):
     exif[media.ORIENTATION] = orientation
     plain = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded(picture, kind, exif=exif))))
     tags = struct.pack("<HHHIIHHI4sI", 2, media.ORIENTATION, 3, 1, orientation, 0x011A, 2, 4, b"abc\0", 0)
-    data = encoded(picture, kind, exif=b"Exif\0\0II*\0" + struct.pack("<I", 8) + tags)
-    turned = read_image(data)
+    turned = read_image(encoded(picture, kind, exif=b"Exif\0\0II*\0" + struct.pack("<I", 8) + tags))
     assert np.array_equal(np.asarray(turned), np.asarray(plain.convert("RGB")))
     assert np.array_equal(np.asarray(read_image(turned)), np.asarray(turned))
 
@@ -130,8 +129,7 @@ def test_ogg_and_mp3_are_read_where_libsndfile_can(form, tmp_path):
     (tmp_path / "a").write_bytes(data)
     for found in (read_audio(data), read_audio(tmp_path / "a")):
         assert abs(len(found) - 0.8 * SAMPLE_RATE) < 0.06 * SAMPLE_RATE  # mp3 has whole frames
-        spectrum = np.abs(np.fft.rfft(found))
-        assert abs(np.argmax(spectrum) * SAMPLE_RATE / len(found) - 440) < 3
+        assert abs(np.argmax(np.abs(np.fft.rfft(found))) * SAMPLE_RATE / len(found) - 440) < 3
     with pytest.raises(RequestError, match="the limit is 0.5 s"):
         read_audio(data, max_s=0.5)
 
@@ -180,8 +178,7 @@ def encoded(picture, kind, **options):
 
 
 def transparent_files():
-    values = np.random.default_rng(0).integers(0, 256, (77, 53, 4), dtype=np.uint8)
-    rgba = Image.fromarray(values)
+    rgba = Image.fromarray(np.random.default_rng(0).integers(0, 256, (77, 53, 4), dtype=np.uint8))
     rgb = rgba.convert("RGB")
     return {
         "RGBA": encoded(rgba, "PNG"), "LA": encoded(rgba.convert("LA"), "PNG"),

@@ -153,8 +153,7 @@ def test_scores_of_one_step_are_those_of_the_modules(model, decode, count):
     for way in ("eager", decode):
         batch = joined(model, way, ASKED[:count])
         found[way] = batch.logits().clone()
-        positions = batch.cache.positions[:count].tolist()
-        assert positions == [row.prompt_tokens + 1 for row in batch.active]
+        assert batch.cache.positions[:count].tolist() == [row.prompt_tokens + 1 for row in batch.active]
     assert decode != "fused" or batch.steps._fused is not None
     largest = found["eager"].abs().max()
     assert (found[decode] - found["eager"]).abs().max() <= STEP_TOLERANCE * largest

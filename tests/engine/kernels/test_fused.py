@@ -301,8 +301,7 @@ def test_the_kernel_of_shared_experts_is_torch_s_sum_at_any_width_and_stride():
         y, made, gate = random(n, stride)[:, :width], random(n, width, seed=1), random(n, 4, seed=2, spread=3)[:, :1]
         for given in (gate, None):
             wanted = y + (made if given is None else torch.sigmoid(gate) * made)
-            found = fused.add_gated(y.clone(), made, given, module)
-            assert torch.equal(found, wanted)
+            assert torch.equal(fused.add_gated(y.clone(), made, given, module), wanted)
     assert module.launches == [*["add_gated_8"] * 4, *["add_gated_1"] * 2]
 
 

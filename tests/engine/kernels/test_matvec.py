@@ -92,8 +92,7 @@ def test_the_torch_path_equals_a_quantized_layer_with_an_adapter():
     wanted[1] = base[1]
     assert torch.equal(out, wanted)
     # And bitsandbytes' own layer, which rounds each weight to bf16, is near: 2^-9 a weight, averaged over 256 of them.
-    stock = shell(packed, None, torch.bfloat16)(x)
-    assert tuning.relative_error(base, stock) < 5e-3
+    assert tuning.relative_error(base, shell(packed, None, torch.bfloat16)(x)) < 5e-3
 
 
 @pytest.mark.parametrize("round_change", [False, True])
@@ -780,8 +779,7 @@ def test_a_norm_is_part_of_a_product_only_where_a_block_has_whole_rows():
     assert not held(8, 2, 2, 1, 16, 1, 2).may_be_normed  # fewer warps than rows
     assert not held(8, 2, 4, 1, 16, 1, 2).may_be_normed  # four pieces a warp
     assert not held(1, 2, 2, 1, 16, 2, 2).may_be_normed
-    ring = next(cut for cut in cuts.cuts((48,), 1536, 2, **H200) if not cut.held)
-    assert not ring.may_be_normed
+    assert not next(cut for cut in cuts.cuts((48,), 1536, 2, **H200) if not cut.held).may_be_normed
 
 
 @needs_gxx

@@ -550,8 +550,7 @@ def test_verify_refuses_what_it_would_not_compare(tmp_path):
 def test_options_have_a_row_for_it(tmp_path):
     folder = pico.build("llama", tmp_path)
     request = LoadRequest(model=str(folder), device="cpu", quant="none", dtype="float32", context_tokens=512, batch=4)
-    rows = plan_options.options_of(request, plan_request, budget_bytes=2**34)
-    by_name = {row.what: row for row in rows}
+    by_name = {row.what: row for row in plan_options.options_of(request, plan_request, budget_bytes=2**34)}
     assert by_name["kv='int8'"].needed_bytes < by_name["as asked"].needed_bytes
     assert 0 < by_name["kv='int8'"].tokens_per_s < by_name["as asked"].tokens_per_s
     again = plan_options.options_of(replace(request, kv="int8"), plan_request, budget_bytes=2**34)

@@ -32,8 +32,7 @@ def test_what_two_prompts_share_is_found_up_to_a_whole_block():
     assert store.find(key([*range(9), 99, 98, 97]), limit=11) == Match(8, (0, 1), shared_tokens=8)
     # The last token has to go through: its scores are wanted.
     assert store.find(key(range(8)), limit=7).tokens == 4 and store.find(key([1, *range(1, 11)]), limit=10) == Match()
-    again = store.add(key(range(15)))
-    assert [number for number, _ in again.blocks] == [2] and store.used_pages == 3
+    assert [number for number, _ in store.add(key(range(15))).blocks] == [2] and store.used_pages == 3
 
 
 def test_scopes_are_never_shared():
@@ -264,8 +263,7 @@ def test_every_byte_is_kept_where_its_field_is_and_comes_back(way, tokens):
     behind = {field: tokens_of(prefixes, field, 1)[:, tokens:].clone() for field in layout.blocks}
     prefixes.into_row(match, 1)
     for field in layout.blocks:
-        both = [tokens_of(prefixes, field, row)[:, :tokens] for row in (0, 1)]
-        assert torch.equal(*map(bits, both))
+        assert torch.equal(*map(bits, [tokens_of(prefixes, field, row)[:, :tokens] for row in (0, 1)]))
         assert torch.equal(bits(tokens_of(prefixes, field, 1)[:, tokens:]), bits(behind[field]))
     for field in layout.rings:
         states = getattr(slots.layers[field.layer], field.name)

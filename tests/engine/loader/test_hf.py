@@ -113,8 +113,7 @@ def test_every_family_is_what_stock_loads(family, built):
     ("family", "dtype"), crossed(["gemma4", "gemma3", "mixtral"], ["float16", "float32"], first=["gemma4"], rest=1)
 )
 def test_a_cast_is_what_stock_casts(family, dtype, built):
-    probe = check_equal(built(family), dtype)
-    assert not any(source.is_leaf for source in probe.sources.values())
+    assert not any(source.is_leaf for source in check_equal(built(family), dtype).sources.values())
 
 
 @pytest.mark.parametrize("family", ["gemma4", "qwen3_moe"])

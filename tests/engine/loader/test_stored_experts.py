@@ -284,8 +284,7 @@ def test_a_merge_and_an_inspection_know_such_experts(form: str, root: Path, tmp_
     assert stacks and not any(torch.equal(found[name], old[name]) for name in stacks)
     for name in stacks:  # values of the dense files are rounded to bfloat16, those of a merge are not
         assert bool(((found[name] - expected[name]).abs() <= 2**-8 * old[name].abs() + 1e-6).all()), name
-    report = trimtab.inspect(adapter, model=small)
-    text = " ".join(str(adapter_document(report)).split())
+    text = " ".join(str(adapter_document(trimtab.inspect(adapter, model=small))).split())
     assert f"{len(stacks)} stacks of experts" in text and "of experts the chosen ones" in text
 
 

@@ -232,8 +232,7 @@ def test_a_plan_looks_at_adapters_that_are_loaded_later(base, tmp_path, monkeypa
 
 
 def test_the_demo_batch_is_whole_after_all_of_this(model):
-    batch = Batch(model, rows=2)
-    assert answers(fill(batch, BASE_ROWS[:2])) == of_modules(model, BASE_ROWS[:2])
+    assert answers(fill(Batch(model, rows=2), BASE_ROWS[:2])) == of_modules(model, BASE_ROWS[:2])
 
 
 def test_why_a_check_failed_is_a_reason_unless_memory_ran_out():

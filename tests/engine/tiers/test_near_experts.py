@@ -163,8 +163,7 @@ def place(module, near, numbers, count):
     stack = mixture_of(1, 64, 64, torch.bfloat16, "nf4").gate_up
     given = [index, len(numbers), count, near.where, near.owner, near.used, near.clock, near.counts, near.slots, fetched]
     launch(stack, "experts_assign", (1,), 32, given, 4 * 2 * (count + near.slots))
-    made = fetched[1 : 1 + 2 * int(fetched[0])].view(-1, 2).tolist()
-    return dict(made)
+    return dict(fetched[1 : 1 + 2 * int(fetched[0])].view(-1, 2).tolist())
 
 
 class Reference:

@@ -302,8 +302,7 @@ def test_code_tables_are_shared_only_when_equal():
     codes = CodeTables()
     first, second = codes.share(packed_weight("nf4-dq", 64, 64, 1)), codes.share(packed_weight("nf4-dq", 64, 64, 2))
     assert first.codes["code"] is second.codes["code"] and first.codes["nested_code"] is second.codes["nested_code"]
-    other = codes.share(packed_weight("fp4", 64, 64, 1))
-    assert other.codes["code"] is not first.codes["code"]
+    assert codes.share(packed_weight("fp4", 64, 64, 1)).codes["code"] is not first.codes["code"]
 
 
 def test_a_streamed_leaf_shows_shape_and_computing_dtype_but_no_data():

@@ -36,8 +36,7 @@ MODE = "auto" if ON_GPU else "static"
 
 def towers_of(model, mode=MODE):
     why = []
-    towers = Towers(model, mode, lambda reason, what: why.append(reason))
-    return towers, why
+    return Towers(model, mode, lambda reason, what: why.append(reason)), why
 
 
 def features(model, family, seed, towers=None, *, name="get_image_features", adapter=None, **options):

@@ -66,8 +66,7 @@ def test_another_merge_resumes_nothing(
         model = pico.build("llama", tmp_path / "base", shards=3, seed=3)
     else:
         options["dtype"] = "float16"
-    report = merge(model, tmp_path / "out", **options)
-    assert not any(file.is_resumed for file in report.files)
+    assert not any(file.is_resumed for file in merge(model, tmp_path / "out", **options).files)
 
 
 def test_two_merges_into_one_place_at_once_are_refused(base: Path, adapter: Path, tmp_path: Path) -> None:

@@ -260,8 +260,7 @@ def test_the_planned_pages_are_those_of_the_runtime_and_the_least_cache_is_one_t
             batch = eager(model)
             first = answer(batch, model.prepare(ids(BLOCK_TOKENS)))
             assert first.cached_tokens == 0 and len(first.token_ids) == BLOCK_TOKENS + 6
-            found = scores(batch, model.prepare([*first.token_ids[:-1], 200, 201]))[1]
-            assert found == expected
+            assert scores(batch, model.prepare([*first.token_ids[:-1], 200, 201]))[1] == expected
             if expected:
                 assert (cache.layout.page_bytes, cache.store.snapshot_pages) == (pages.page_bytes, pages.snapshot_pages)
             cache.close()

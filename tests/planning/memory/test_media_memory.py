@@ -129,8 +129,7 @@ def test_the_engine_decodes_within_the_planned_budget():
     request = replace(REQUEST, images=16)
     plan = plan_request(request, later={}, inputs=INPUTS, media=served())
     with trimtab.load(plan) as model:
-        pool = LoadedEngine(model, rows=1).inputs.media
-        assert pool._most_bytes == plan.host["media"]
+        assert LoadedEngine(model, rows=1).inputs.media._most_bytes == plan.host["media"]
 
 
 def test_audio_whose_header_tells_no_length_is_within_the_limit_of_a_request():

@@ -94,8 +94,7 @@ def test_svg_escapes_what_a_model_is_called(tmp_path):
     from dataclasses import replace
 
     draw(replace(plan(), model_class="A<b>&c"), tmp_path / "a.svg")
-    title = next(ElementTree.parse(tmp_path / "a.svg").iter(f"{SVG}text")).text
-    assert title == "A<b>&c"
+    assert next(ElementTree.parse(tmp_path / "a.svg").iter(f"{SVG}text")).text == "A<b>&c"
 
 
 @pytest.mark.parametrize("ending", ["gif", "png"])

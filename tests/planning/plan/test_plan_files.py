@@ -20,8 +20,7 @@ from trimtab.planning.values.cards import Card, find_card
 
 
 def _whole():
-    made = plan(8, adapters={"a": "folder"}, place={"audio": "host"})
-    values = made.to_json()
+    values = plan(8, adapters={"a": "folder"}, place={"audio": "host"}).to_json()
     values["placements"] = values["placements"][:3]  # enough of each kind, and a smaller space to search
     values["unquantized"] = values["unquantized"][:1]
     values["card"] = find_card("RTX 4060 8GB").to_json()

@@ -54,8 +54,7 @@ def test_the_length_takes_no_memory():
     (1, {"answer_tokens": 9}, 1), (4096, {"answer_tokens": 4000}, 4000),
 ])  # fmt: skip
 def test_at_least_one_token_of_the_context_is_the_prompts_and_by_default_half(context, given, planned):
-    request = LoadRequest(model="m", context_tokens=context, **given)
-    assert answer_tokens_of(request) == planned
+    assert answer_tokens_of(LoadRequest(model="m", context_tokens=context, **given)) == planned
     assert plan(24, context_tokens=context, images=0, audio_s=0.0, **given).answer_tokens == planned
 
 

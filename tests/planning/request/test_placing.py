@@ -106,8 +106,7 @@ def test_the_token_table_is_refused_although_its_block_can_move():
 
 
 def test_a_norm_is_refused_although_its_block_can_move():
-    error = refused(resolve_place, {f"{TEXT}.layers.0.input_layernorm": "stream"}, BLOCKS, E2B)
-    assert "norms" in str(error)
+    assert "norms" in str(refused(resolve_place, {f"{TEXT}.layers.0.input_layernorm": "stream"}, BLOCKS, E2B))
 
 
 def test_a_catch_all_that_nothing_can_follow_is_refused():
@@ -197,8 +196,7 @@ def test_the_token_table_on_the_cpu_is_refused_with_both_reasons():
 
 
 def test_a_block_cut_in_two_is_refused():
-    error = map_refused({f"{TEXT}.layers.0.mlp": "cpu", "": 0})
-    assert f"{TEXT}.layers.0 in two" in str(error)
+    assert f"{TEXT}.layers.0 in two" in str(map_refused({f"{TEXT}.layers.0.mlp": "cpu", "": 0}))
 
 
 def test_a_key_without_effect_is_refused():

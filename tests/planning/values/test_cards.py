@@ -367,8 +367,7 @@ def test_a_pool_of_tokens_is_offered_where_rows_share_one(e4b, capsys, tries_onl
     tries_only("kv_tokens=")
     asked = ["plan", str(e4b), "--card", "4GiB", "--batch", "32", "--context", "32768"]
     assert cli.main(asked) == 4
-    said = capsys.readouterr().err
-    assert "with --kv-tokens 32768, which helps most, it fits this one" in said
+    assert "with --kv-tokens 32768, which helps most, it fits this one" in capsys.readouterr().err
     assert cli.main([*asked, "--kv-tokens", "32768"]) == 0
     capsys.readouterr()
     assert cli.main([*asked, "--options", "--json"]) == 4
@@ -391,8 +390,7 @@ def test_pools_go_down_to_one_context(batch, given, sizes):
 def test_both_rates_of_an_eight_bit_head_are_marked_as_estimates(e4b):
     plan = trimtab.plan(e4b, card="RTX 3050 laptop 4GB", host_memory="16GiB")
     assert plan.execution.head == "int8"
-    text = str(plan)
-    assert re.search(r"~\d+ tokens/s instead of ~\d+ tokens/s predicted", " ".join(text.split()))
+    assert re.search(r"~\d+ tokens/s instead of ~\d+ tokens/s predicted", " ".join(str(plan).split()))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

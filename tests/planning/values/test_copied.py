@@ -261,8 +261,7 @@ def side_by_side(first: int, count: int) -> list[Choice]:
 
 
 def seconds(chosen) -> float:
-    stages = [Stage(1e-3, choice.staged_bytes) for choice in chosen]
-    return pipeline_s(stages, link_Bps=40e9, slots=2)
+    return pipeline_s([Stage(1e-3, choice.staged_bytes) for choice in chosen], link_Bps=40e9, slots=2)
 
 
 def freed(chosen) -> int:

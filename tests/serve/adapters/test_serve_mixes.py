@@ -226,8 +226,7 @@ def test_what_is_in_use_stays_and_the_oldest_mix_goes(loaded):
 
 def test_an_adapter_of_a_mix_that_is_in_use_is_not_unloaded(loaded):
     engine = engine_of(loaded, None)
-    told = []
-    scheduler = Scheduler(engine, told.append)
+    scheduler = Scheduler(engine, [].append)
     scheduler.submit(ask("1", prompt=IDS, adapter=MIX))
     assert scheduler.uses("a0") == scheduler.uses("a1") == 1 and scheduler.uses("a2") == 0
     while scheduler.turn():

@@ -191,8 +191,7 @@ def test_adapters_of_the_start_are_prepared_before_anybody_asks(monkeypatch):
     monkeypatch.setattr(AdapterQueue, "step", finished)
     running = Running(settings_of({"style": STYLE, "dora": DORA}, kept=["style"], resident_limit=2))
     assert done.wait(WAIT_S)
-    count = len(read)
-    assert count > 10
+    assert len(read) > 10
     shelf = running.worker.engine.shelf
     assert all(held in shelf.model._base_values for held in shelf.held)
     running.close()

@@ -191,8 +191,7 @@ def test_a_list_beyond_its_limit_is_refused_before_its_items_are_looked_at():
         ("/v1/responses", "input", 16, {}), ("/v1/chat/completions", "tools", 2, {"messages": CHAT["messages"]}),
         ("/v1/messages", "tools", 2, {"max_tokens": 1, "messages": CHAT["messages"]}),
     ):  # fmt: skip
-        body = {"model": "demo", field: [items] * (most + 1), **more}
-        answer = server.post(path, json=body)
+        answer = server.post(path, json={"model": "demo", field: [items] * (most + 1), **more})
         assert answer.status_code == 400 and f"has more than {most} " in answer.text, (path, answer.text)
 
 

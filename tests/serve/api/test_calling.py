@@ -123,8 +123,7 @@ def whole(engine):
 @pytest.mark.parametrize("tokens", [1, 2, 8, 20])
 def test_a_demanded_call_that_is_cut_is_no_text(engine, whole, tokens):
     for must_call, is_named in [("get_weather", True), ("", tokens > 8)]:
-        events = run(engine, job_of(tools=[WEATHER, NOW], must_call=must_call, tokens=tokens))
-        text, calls, finish = _calls_of(events)
+        text, calls, finish = _calls_of(run(engine, job_of(tools=[WEATHER, NOW], must_call=must_call, tokens=tokens)))
         assert (text, finish, len(calls)) == ("", "length", is_named)
         if must_call:
             assert whole.startswith(calls[0][1]) and whole != calls[0][1] and bool(calls[0][1]) == (tokens > 8)

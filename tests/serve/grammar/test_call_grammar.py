@@ -159,8 +159,7 @@ WRITTEN = {
 def test_a_call_as_models_write_it_can_be_drawn_and_a_wrong_one_cannot(form, grammar, tokenizer):
     good = WRITTEN[form]
     assert is_allowed(grammar.calls(form, FUNCTIONS, several=True), tokenizer, good)
-    named = [BY_NAME["weather"]]
-    assert is_allowed(grammar.calls(form, named, several=False), tokenizer, good)
+    assert is_allowed(grammar.calls(form, [BY_NAME["weather"]], several=False), tokenizer, good)
     for wrong in (good.replace("weather", "whether"), good.replace("city", "town"), "Hello", "", good[:-3]):
         assert not is_allowed(grammar.calls(form, FUNCTIONS, several=True), tokenizer, wrong), wrong
     assert not is_allowed(grammar.calls(form, [BY_NAME["now"]], several=True), tokenizer, good)

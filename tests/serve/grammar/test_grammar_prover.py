@@ -141,8 +141,7 @@ def test_a_client_who_leaves_ends_its_process_and_others_go_on_before(made):
     busy = set(made.pids)
     assert slow.cancel()
     assert [one.result(WAIT_S).grammars[""] for one in mine] == ["a0", "a1", "a2"]
-    gone = [pid for pid in busy if waiting.is_gone(pid)]
-    assert len(gone) == 1
+    assert len([pid for pid in busy if waiting.is_gone(pid)]) == 1
 
 
 def test_what_was_compiled_is_not_compiled_again(made, monkeypatch):

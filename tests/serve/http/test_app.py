@@ -380,8 +380,7 @@ def test_every_error_class_of_ours_is_in_the_table():
 
 
 def test_the_table_of_errors_in_the_docs_is_this_one():
-    text = (ROOT / "docs" / "server-api.md").read_text("utf-8")
-    rows = re.findall(r"^\| (\d+) \| (\w+) \| (\w+) \|", text, re.M)
+    rows = re.findall(r"^\| (\d+) \| (\w+) \| (\w+) \|", (ROOT / "docs" / "server-api.md").read_text("utf-8"), re.M)
     assert {name: (int(status), code) for status, name, code in rows} == {
         name: (status, code) for name, (status, _, code) in ERRORS.items()
     }

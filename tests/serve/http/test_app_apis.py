@@ -345,8 +345,7 @@ def test_embeddings_are_packed_as_openai_packs_them():
 
 def test_the_first_error_ends_a_request_of_many_texts():
     pool = MockPool(lambda job: [failed(job, "RequestError", field="input")])
-    found = post("/v1/embeddings", pool, input=["a", "b"])
-    assert found.status_code == 400 and len(pool.jobs) == 1
+    assert post("/v1/embeddings", pool, input=["a", "b"]).status_code == 400 and len(pool.jobs) == 1
 
 
 def test_tokens_of_texts_and_chats_and_back():

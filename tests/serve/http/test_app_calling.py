@@ -226,8 +226,7 @@ def test_arguments_of_a_call_that_json_cannot_hold_are_refused_by_field(value, w
     asked = {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": f'{{"a": [{value}]}}'}}]}
     answer = {"role": "tool", "tool_call_id": "c1", "content": "r"}
     pool = MockPool()
-    response = chat(client(pool), messages=[{"role": "user", "content": "q"}, asked, answer], tools=[TOOL])
-    error = error_of(response, 400)
+    error = error_of(chat(client(pool), messages=[{"role": "user", "content": "q"}, asked, answer], tools=[TOOL]), 400)
     assert error["param"] == "messages[1].tool_calls[0].function.arguments" and words in error["message"]
     assert not pool.jobs
 
@@ -245,7 +244,6 @@ def test_a_schema_with_a_number_that_json_cannot_hold_is_refused_by_field(value)
     ):
         body = json.dumps({**CHAT, **fields}).replace('"?"', value)
         headers = {"content-type": "application/json"}
-        response = client(pool).post("/v1/chat/completions", content=body, headers=headers)
-        error = error_of(response, 400)
+        error = error_of(client(pool).post("/v1/chat/completions", content=body, headers=headers), 400)
         assert error["param"] == param and "number" in error["message"]
     assert not pool.jobs

@@ -301,8 +301,7 @@ def test_an_adapter_is_loaded_asked_and_unloaded(client, model):
 
 def test_the_examples_in_the_docs_run(address, capsys):
     pages = [(ROOT / "docs" / name).read_text("utf-8") for name in ("serve-many-adapters.md", "server-api.md", "embeddings.md")]
-    text = "\n".join(pages)
-    code = "\n".join(re.findall(r"```py\n(.*?)```", text, re.DOTALL))
+    code = "\n".join(re.findall(r"```py\n(.*?)```", "\n".join(pages), re.DOTALL))
     for name, stands_in in {
         "http://127.0.0.1:8000": address, '"none"': repr(KEY), '"medical:0.7+legal:0.3"': '"style:0.7+specialist:0.3"',
         '"medical"': '"style"', '"legal"': '"specialist"',
@@ -318,8 +317,7 @@ def test_the_examples_in_the_docs_run(address, capsys):
 
 
 def test_the_examples_of_tools_run(address, capsys):
-    text = (ROOT / "docs" / "tools.md").read_text("utf-8")
-    code = "\n".join(re.findall(r"```py\n(.*?)```", text, re.DOTALL))
+    code = "\n".join(re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "tools.md").read_text("utf-8"), re.DOTALL))
     code = code.replace("http://127.0.0.1:8000", address).replace('"none"', repr(KEY))
     found = {}
     exec(compile(code, "tools", "exec"), found)

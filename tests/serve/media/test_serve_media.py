@@ -92,8 +92,7 @@ def test_a_picture_of_a_senseless_size_is_refused_by_its_header(width, height, w
 
 def test_a_lossless_and_an_extended_webp_are_measured():
     for options in ({"lossless": True}, {"exif": b"Exif\0\0x"}):
-        data = picture("WEBP", (40, 30), **options)
-        assert webp_size(data) == (40, 30)
+        assert webp_size(picture("WEBP", (40, 30), **options)) == (40, 30)
 
 
 def test_a_header_of_a_huge_picture_is_refused_before_its_pixels():
@@ -180,8 +179,7 @@ def test_a_flac_is_measured_by_its_header():
 
 
 def test_a_flac_that_unpacks_to_gigabytes_is_refused():
-    data = flac_claiming(300 * 655_350, 655_350, 8)
-    assert "decoded" in str(refused(check_sound, data, "flac"))
+    assert "decoded" in str(refused(check_sound, flac_claiming(300 * 655_350, 655_350, 8), "flac"))
     for empty in (flac_claiming(0), flac_claiming(5, rate=0), b"fLaC" + b"\0" * 30, flac_claiming(5)[:20]):
         assert refused(check_sound, empty, "flac").field == f"{FIELD}.data"
 

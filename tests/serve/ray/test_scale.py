@@ -126,8 +126,7 @@ def test_gpus_are_for_models_that_may_use_one():
 
 def serve(*flags, capsys):
     """Run the command; returns its exit code and what it wrote."""
-    code = cli.main(["serve", "somewhere/else", "--name", "demo", "--device", "cpu", *flags])
-    return code, capsys.readouterr()
+    return cli.main(["serve", "somewhere/else", "--name", "demo", "--device", "cpu", *flags]), capsys.readouterr()
 
 
 @pytest.mark.parametrize("flags", [
@@ -283,8 +282,7 @@ def on_front(handle, work, *, retry=False, adapters=None, kept=()):
     """Run work(replicas, ask) on the copies of one model; ask(job) returns the events of a job once it has ended."""
 
     async def all_of_it():
-        told = {"adapters": adapters or {}, "kept": list(kept)}
-        found = Replicas(handle, told, retry=retry)
+        found = Replicas(handle, {"adapters": adapters or {}, "kept": list(kept)}, retry=retry)
         found.start()
 
         async def ask(one):
@@ -599,8 +597,7 @@ def on_copy(work, *, adapters=None, kept=(), places=2, **told):
 
     async def all_of_it():
         copy = Replica.__new__(Replica)
-        given = {"adapters": adapters or {}, "kept": list(kept), **told}
-        await copy.__init__(given, False, places)
+        await copy.__init__({"adapters": adapters or {}, "kept": list(kept), **told}, False, places)
         return await asyncio.wait_for(work(copy, copy._supervisor), WAIT_S)
 
     return asyncio.run(all_of_it())

@@ -147,8 +147,7 @@ def test_a_size_whose_first_chunk_took_long_is_tried_again():
     st.one_of(st.just(()), st.sets(st.sampled_from(CAPTURED), min_size=1).map(tuple)),
 )  # fmt: skip
 def test_prompts_come_to_an_end_in_sizes_that_the_engine_has(fixed_s, token_s, step_s, prompts, sizes):
-    made = Budget(sizes)
-    taken = served(made, lambda tokens: fixed_s + token_s * tokens, step_s=step_s, prompts=prompts)
+    taken = served(Budget(sizes), lambda tokens: fixed_s + token_s * tokens, step_s=step_s, prompts=prompts)
     assert set(taken) <= set(sizes or SIZES) and len(taken) <= sum(-(-count // min(sizes or SIZES)) for count in prompts)
 
 

@@ -219,8 +219,7 @@ def test_a_key_pays_for_the_texts_that_were_embedded_before_one_failed(spent, st
         usage = {"prompt_tokens": spent, "completion_tokens": 0}
         return [Event(job.id, "done", finish="stop", usage=usage, result={"embedding": [1.0]})]
 
-    found = status_of_the_next(MockPool(answers), "/v1/embeddings", input=["good", "bad", "good"])
-    assert found == (503, status)
+    assert status_of_the_next(MockPool(answers), "/v1/embeddings", input=["good", "bad", "good"]) == (503, status)
 
 
 def test_a_second_pass_of_a_prompt_counts_for_its_key():

@@ -567,8 +567,7 @@ def test_an_adapter_that_has_no_slot_waits_and_others_pass():
     scheduler.submit(job("base"))
     scheduler.submit(job("a2", adapter="a"))
     to_the_end(scheduler)
-    order = [event.job_id for event in told if event.kind == "started"]
-    assert order.index("b1") == 3
+    assert [event.job_id for event in told if event.kind == "started"].index("b1") == 3
     assert set(ends(told)) == {"a1", "a2", "b1", "base"}
 
 

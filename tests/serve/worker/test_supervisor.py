@@ -80,8 +80,7 @@ def test_a_job_that_cannot_be_written_is_answered_and_the_next_one_is_sent(super
     endless = []
     endless.append(endless)
     for prompt in ([10**5000], endless):  # a number that Python does not write, and a list that contains itself
-        told = ask(supervisor, job("odd", prompt), job("next", "echo"))
-        found = ends(told, 2)
+        found = ends(ask(supervisor, job("odd", prompt), job("next", "echo")), 2)
         assert found["odd"].error["class"] == "MistakeError" and found["next"].kind == "done"
     call = supervisor.call("numbers", odd=10**5000)
     with pytest.raises(WorkerError):
@@ -90,8 +89,7 @@ def test_a_job_that_cannot_be_written_is_answered_and_the_next_one_is_sent(super
 
 
 def test_jobs_wait_while_the_worker_loads(start):
-    supervisor = start(is_waited_for=False)
-    assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done"
+    assert ends(ask(start(is_waited_for=False), job("1", "echo")), 1)["1"].kind == "done"
 
 
 def test_a_killed_worker_is_told_at_once_and_comes_back(supervisor, caplog):
@@ -134,8 +132,7 @@ def test_a_job_that_kills_the_worker_twice_is_given_up(start):
 
 def test_a_worker_that_hangs_with_work_is_killed(start):
     supervisor = start(patience=Patience(unresponsive_s=0.5, restart_s=1.0))
-    event = ends(ask(supervisor, job("1", "hang")), 1)["1"]
-    assert event.error["class"] == WorkerDiedError.__name__
+    assert ends(ask(supervisor, job("1", "hang")), 1)["1"].error["class"] == WorkerDiedError.__name__
     assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
 
 
@@ -173,8 +170,7 @@ def test_a_worker_that_keeps_dying_is_given_up_in_the_end(start, tmp_path, monke
     told = ask(supervisor, job("1", "wait"))
     os.kill(supervisor.pid, KILL)
     assert ends(told, 1)["1"].kind == "error"
-    late = ask(supervisor, job("2", "echo"))
-    assert ends(late, 1)["2"].kind == "error"
+    assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "error"
     assert supervisor.state == "failed"
 
 
@@ -278,8 +274,7 @@ def test_a_worker_that_goes_on_in_time_answers_what_came_meanwhile(start):
 def test_a_worker_in_work_that_it_announced_is_ready(start):
     states = []
     supervisor = start(patience=Patience(unresponsive_s=0.1, restart_s=0.2), on_change=states.append)
-    told = ask(supervisor, replace(job("long", "announced"), deadline_s=1.0))
-    assert ends(told, 1)["long"].kind == "done"
+    assert ends(ask(supervisor, replace(job("long", "announced"), deadline_s=1.0)), 1)["long"].kind == "done"
     assert states == ["loading", "ready"] and supervisor.restarts == 0
 
 

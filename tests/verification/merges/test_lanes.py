@@ -127,8 +127,7 @@ def nf4_round_trip(weight: np.ndarray) -> np.ndarray:
     """Quantize in blocks of 64 and back, in float64."""
     blocks = weight.reshape(-1, 64)
     scale = np.abs(blocks).max(1, keepdims=True).astype(np.float32).astype(np.float64)
-    codes = np.abs((blocks / scale)[..., None] - NF4).argmin(-1)
-    return (NF4[codes] * scale).reshape(weight.shape)
+    return (NF4[np.abs((blocks / scale)[..., None] - NF4).argmin(-1)] * scale).reshape(weight.shape)
 
 
 # Lanes that run -------------------------------------------------------------------------------------------------------

@@ -48,8 +48,7 @@ def case(tmp_path_factory):
     """A base, an adapter of some of its layers, and PEFT's merge."""
     work = tmp_path_factory.mktemp("unchanged")
     base = pico.build("llama", work / "base")
-    adapter = pico.adapter(base, work / "adapter", targets=ATTENTION)
-    return base, adapter, work
+    return base, pico.adapter(base, work / "adapter", targets=ATTENTION), work
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_moe", "mixtral", "gemma4"])

@@ -247,8 +247,7 @@ def test_plots_stay_inside_their_frame():
 
 
 def test_a_larger_value_stands_higher_and_zero_at_the_foot():
-    text = plots.lines([0.0, 1e-4, 1e-2], label="x")
-    heights = [float(y) for y in re.findall(r'cy="([^"]+)"', text)]
+    heights = [float(y) for y in re.findall(r'cy="([^"]+)"', plots.lines([0.0, 1e-4, 1e-2], label="x"))]
     assert heights[0] > heights[1] > heights[2] and heights[0] == plots.HEIGHT - plots.BOTTOM
 
 

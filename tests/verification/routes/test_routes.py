@@ -157,8 +157,7 @@ def test_an_item_may_follow_another_ones_answer(tmp_path):
 def test_a_batch_of_rows_with_their_own_adapters_is_each_alone(tmp_path):
     folder = pico.build("llama", tmp_path / "base", dtype="float32")
     paths = {name: str(pico.adapter(folder, tmp_path / name, seed=at)) for at, name in enumerate("ab")}
-    rows = rows_of(folder, tmp_path)
-    items = [routes.Item(**row, adapter=name) for row in rows for name in ("a", None, "b")]
+    items = [routes.Item(**row, adapter=name) for row in rows_of(folder, tmp_path) for name in ("a", None, "b")]
     request = LoadRequest(model=str(folder), adapters=paths, quant="none", dtype="float32", batch=4, device=DEVICE)
     first = run(routes.Route(label="alone", request=request), items, tmp_path / "alone")
     mixed = routes.Route(label="mixed", request=request, batched=4)

@@ -147,8 +147,7 @@ def test_every_fault_of_an_adapter_is_an_adapter_that_loads_and_acts_otherwise(s
     assert names == ["ignored", "scale", "A and B swapped", "merged twice", "one module dropped",
                      "another version of the adapter", "adapter other"]  # fmt: skip
     assert not_tried == []
-    spec = trimtab.inspect(faults[3].folder, model=BASE)
-    assert {float(scale) for scale in spec["scales"]} == {4.0}
+    assert {float(scale) for scale in trimtab.inspect(faults[3].folder, model=BASE)["scales"]} == {4.0}
     dropped = trimtab.inspect(faults[4].folder, model=BASE)
     assert dropped["targets"]["total"] == trimtab.inspect(STYLE, model=BASE)["targets"]["total"] - 1
 
@@ -227,8 +226,7 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_sent(capsys):
         ("--against", "http://u:p@h/v1", "--remote-model", "m"): "against", ("--against", "ollama:"): "against",
     }  # fmt: skip
     for flags, field in refused.items():
-        command = ["verify", str(BASE), "--adapter", f"style={STYLE}", *flags, "--json"]
-        assert cli.main(command) == 2
+        assert cli.main(["verify", str(BASE), "--adapter", f"style={STYLE}", *flags, "--json"]) == 2
         assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == field
 
 

@@ -88,8 +88,7 @@ def test_a_stand_in_for_impossible_is_not_measured():
 
 
 def test_an_endless_answer_is_cut():
-    said = read_chat(chat(*[entry()] * (MAX_TOKENS + 50)))
-    assert len(said.positions) == MAX_TOKENS
+    assert len(read_chat(chat(*[entry()] * (MAX_TOKENS + 50))).positions) == MAX_TOKENS
     assert read_chat(chat(text="x" * 10**6)) is None
 
 
@@ -140,8 +139,7 @@ def test_tokens_shown_without_their_spaces_are_found_where_only_one_fits():
 
 
 def test_a_number_outside_the_vocabulary_names_nothing():
-    table = TokenTable(Vocabulary("a", "b"))
-    assert table.positions(read_chat(chat(entry("a", id=99)))) == []
+    assert TokenTable(Vocabulary("a", "b")).positions(read_chat(chat(entry("a", id=99)))) == []
 
 
 def client(answer, **options):
@@ -206,8 +204,7 @@ def test_a_server_that_drips_bytes_meets_the_deadline():
     async def answer(request):
         return httpx2.Response(200, stream=Dripping())
 
-    error = refused(lambda: client(answer, deadline_s=0.05).get("/models"))
-    assert "did not answer within 0.05 seconds" in str(error)
+    assert "did not answer within 0.05 seconds" in str(refused(lambda: client(answer, deadline_s=0.05).get("/models")))
 
 
 def test_the_deadline_is_of_all_requests_together(monkeypatch):

@@ -76,8 +76,7 @@ def ask(base, adapter, model):
 
 
 def test_faults_of_an_adapter_on_experts_are_planted(faults):
-    names = [fault.name for fault in faults[0]]
-    assert {"ignored", "scale", "expert part dropped", "one module dropped"} <= set(names)
+    assert {"ignored", "scale", "expert part dropped", "one module dropped"} <= {fault.name for fault in faults[0]}
 
 
 def test_an_adapter_on_experts_that_is_applied_whole_is_alive(base, adapter):
