@@ -80,20 +80,6 @@ def test_an_initialisation_that_leaves_the_base_alone_is_read(init: Any, tmp_pat
     read_adapter(write_adapter(tmp_path, q_proj(), init_lora_weights=init, eva_config={"rho": 2.0}))
 
 
-@pytest.mark.parametrize(("config", "field"), [
-    ({"r": 0}, "r="), ({"r": True}, "r="), ({"r": 2.5}, "r="), ({"lora_alpha": "8"}, "lora_alpha="),
-    ({"rank_pattern": {"q_proj": -1}}, "rank_pattern['q_proj']"), ({"rank_pattern": [1]}, "rank_pattern="),
-    ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern['q_proj']"),
-    ({"alpha_pattern": {"(": 4}}, "alpha_pattern['(']"),
-    ({"bias": "some"}, "bias="), ({"use_dora": 1}, "use_dora="), ({"use_rslora": "no"}, "use_rslora="),
-    ({"modules_to_save": "lm_head"}, "modules_to_save="), ({"modules_to_save": [""]}, "modules_to_save="),
-    ({"lora_bias": True, "use_dora": True}, "lora_bias and use_dora"),
-])  # fmt: skip
-def test_a_value_that_means_nothing_is_refused(config: dict[str, Any], field: str, tmp_path: Path) -> None:
-    (problem,) = refused(write_adapter(tmp_path, q_proj(), **config))
-    assert problem.startswith(field)
-
-
 def test_all_problems_of_a_configuration_come_at_once(tmp_path: Path) -> None:
     assert len(refused(write_adapter(tmp_path, q_proj(), r=0, use_qalora=True, use_tomorrow=1, bias="x"))) == 4
 
@@ -204,21 +190,24 @@ def test_a_switch_that_is_null_is_off(field: str, tmp_path: Path):
     assert spec.targets[0].scale == 2.0 and field not in describe(spec.file, spec)["config"]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"lora_alpha": HUGE}, "lora_alpha="), ({"r": HUGE}, "r="), ({"alpha_pattern": {"q_proj": HUGE}}, "alpha_pattern["),
-        ({"rank_pattern": {"q_proj": HUGE}}, "rank_pattern["), ({"rank_pattern": {f"a{{{10**20}}}": 4}}, "rank_pattern["),
-        ({"alpha_pattern": {"(" * 3000 + ")" * 3000: 4}}, "alpha_pattern["), ({"target_modules": 5}, "target_modules="),
-        ({"target_modules": True}, "target_modules="), ({"target_modules": 1.5}, "target_modules="),
-        ({"target_modules": ["q_proj", 5]}, "target_modules="), ({"target_modules": {"q": 1}}, "target_modules="),
-        ({"exclude_modules": 5}, "exclude_modules="), ({"use_dora": 0}, "use_dora="),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_value_of_the_wrong_type_or_size_is_refused_by_its_field(change: dict[str, Any], words: str, tmp_path: Path):
-    (problem,) = refused(write_adapter(tmp_path, q_proj(), **change))
-    assert problem.startswith(words) and len(problem) < 400
+@pytest.mark.parametrize(("config", "field"), [
+    ({"r": 0}, "r="), ({"r": True}, "r="), ({"r": 2.5}, "r="), ({"lora_alpha": "8"}, "lora_alpha="),
+    ({"rank_pattern": {"q_proj": -1}}, "rank_pattern['q_proj']"), ({"rank_pattern": [1]}, "rank_pattern="),
+    ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern['q_proj']"),
+    ({"alpha_pattern": {"(": 4}}, "alpha_pattern['(']"),
+    ({"bias": "some"}, "bias="), ({"use_dora": 1}, "use_dora="), ({"use_rslora": "no"}, "use_rslora="),
+    ({"modules_to_save": "lm_head"}, "modules_to_save="), ({"modules_to_save": [""]}, "modules_to_save="),
+    ({"lora_bias": True, "use_dora": True}, "lora_bias and use_dora"),
+    ({"lora_alpha": HUGE}, "lora_alpha="), ({"r": HUGE}, "r="), ({"alpha_pattern": {"q_proj": HUGE}}, "alpha_pattern["),
+    ({"rank_pattern": {"q_proj": HUGE}}, "rank_pattern["), ({"rank_pattern": {f"a{{{10**20}}}": 4}}, "rank_pattern["),
+    ({"alpha_pattern": {"(" * 3000 + ")" * 3000: 4}}, "alpha_pattern["), ({"target_modules": 5}, "target_modules="),
+    ({"target_modules": True}, "target_modules="), ({"target_modules": 1.5}, "target_modules="),
+    ({"target_modules": ["q_proj", 5]}, "target_modules="), ({"target_modules": {"q": 1}}, "target_modules="),
+    ({"exclude_modules": 5}, "exclude_modules="), ({"use_dora": 0}, "use_dora="),
+], ids=str)  # fmt: skip
+def test_a_value_of_no_meaning_type_or_size_is_refused_by_its_field(config: dict[str, Any], field: str, tmp_path: Path) -> None:
+    (problem,) = refused(write_adapter(tmp_path, q_proj(), **config))
+    assert problem.startswith(field) and len(problem) < 400
 
 
 @pytest.mark.parametrize(

@@ -126,18 +126,17 @@ def test_what_the_library_writes_comes_back(tmp_path: Path, dtype: str) -> None:
 # What is refused: the file --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", [b"", b"\x02\0\0\0\0\0\0"])
-def test_file_of_less_than_eight_bytes_is_refused(tmp_path: Path, content: bytes) -> None:
-    assert f"has {len(content)} B" in str(refusal(tmp_path, content))
+@pytest.mark.parametrize(("content", "said"), [
+    (b"", "has 0 B"), (b"\x02\0\0\0\0\0\0", "has 7 B"), (b"\x80\x02\0\0\0\0\0\0{}", "header of 640 B is longer"),
+    (b"GGUF\x03\0\0\0" + bytes(64), "GGUF"), (framed(b"{}", b"\0"), "1 B follow the last tensor"),
+], ids=["empty", "less than eight bytes", "a length like a pickle's", "a GGUF file", "bytes after no tensors"])  # fmt: skip
+def test_file_that_is_none_is_refused_as_what_it_is(tmp_path: Path, content: bytes, said: str) -> None:
+    assert said in str(refusal(tmp_path, content))
 
 
 def test_header_longer_than_the_file_is_refused_as_cut_short(tmp_path: Path) -> None:
     error = refusal(tmp_path, b"\x39\0\0\0\0\0\0\0{}")
     assert "header of 57 B is longer than the file (10 B)" in str(error) and "truncated" in error.hint
-
-
-def test_cut_header_whose_length_looks_like_a_pickle_is_not_called_one(tmp_path: Path) -> None:
-    assert "header of 640 B is longer" in str(refusal(tmp_path, b"\x80\x02\0\0\0\0\0\0{}"))
 
 
 def test_header_over_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -155,19 +154,10 @@ def test_file_that_is_cut_while_it_is_read_is_refused(tmp_path: Path, monkeypatc
         read_header(file)
 
 
-def test_missing_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["none.safetensors", "", "a\0b"], ids=["missing", "a folder", "a null character"])
+def test_path_of_no_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_header(tmp_path / "none.safetensors")
-
-
-def test_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_header(tmp_path)
-
-
-def test_path_with_a_null_character_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_header("a\0b")
+        read_header(str(tmp_path / name))
 
 
 def test_git_lfs_pointer_is_named(tmp_path: Path) -> None:
@@ -205,10 +195,6 @@ def test_a_value_that_is_no_number_is_found_wherever_it_is(tmp_path: Path, dtype
         save_file({"w": tensor}, tmp_path / "w.safetensors")
         entry = read_header(tmp_path / "w.safetensors").tensors["w"]
         assert is_finite(entry, entry.dtype) is (value is None) is bool(tensor.double().isfinite().all())
-
-
-def test_gguf_file_is_named(tmp_path: Path) -> None:
-    assert "GGUF" in str(refusal(tmp_path, b"GGUF\x03\0\0\0" + bytes(64)))
 
 
 # What is refused: the header ------------------------------------------------------------------------------------------
@@ -322,10 +308,6 @@ def test_every_tensor_inside_a_larger_one_is_named(tmp_path: Path) -> None:
 
 def test_bytes_after_the_last_tensor_are_refused(tmp_path: Path) -> None:
     assert "3 B follow the last tensor" in str(refusal_of(tmp_path, {"a": entry()}, bytes(7)))
-
-
-def test_bytes_after_a_header_without_tensors_are_refused(tmp_path: Path) -> None:
-    assert "1 B follow the last tensor" in str(refusal(tmp_path, framed(b"{}", b"\0")))
 
 
 def test_every_wrong_tensor_is_named_at_once(tmp_path: Path) -> None:

@@ -189,10 +189,10 @@ def request_of(*arguments, **counted):
     return flags.load_request(cli.parser().parse_args(["plan", "m", *arguments]), **counted)
 
 
-@pytest.mark.parametrize("prompt", ["", "  "])
-def test_an_empty_prompt_is_refused_before_anything_is_read(prompt, capsys):
-    assert cli.main(["run", "/no/such/model", prompt, "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == "PROMPT"
+@pytest.mark.parametrize(("given", "field"), [([""], "PROMPT"), (["  "], "PROMPT"), (["Hello", "--top-k", "5"], "top_k")])
+def test_an_empty_prompt_or_an_option_without_effect_is_refused_before_anything_is_read(given, field, capsys):
+    assert cli.main(["run", "/no/such/model", *given, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == field
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused_before_its_weights_are_read(asks, world, tmp_path, monkeypatch):
@@ -397,16 +397,14 @@ def test_run_answers_with_the_only_adapter_or_the_one_named(asks, world):
     assert answer_of(asks("run", *question)[1]) == text[None].expected != text["style"].expected
 
 
-def test_run_with_several_adapters_asks_which_one(asks, world):
-    code, out, _ = asks("run", "--json", *adapters_of(world, "specialist", "style"), "Hello")
+@pytest.mark.parametrize(("names", "used", "key", "value"), [
+    (["specialist", "style"], [], "allowed", ["specialist", "style", "base"]),
+    (["specialist"], ["--use", "specialst"], "value", "specialst"),
+], ids=["several", "one that was not given"])  # fmt: skip
+def test_run_asks_which_adapter_is_meant(asks, world, names, used, key, value):
+    code, out, _ = asks("run", "--json", *adapters_of(world, *names), *used, "Hello")
     fields = json.loads(out)["error"]["fields"]
-    assert (code, fields["field"], fields["allowed"]) == (2, "--use", ["specialist", "style", "base"])
-
-
-def test_run_refuses_an_adapter_that_was_not_given(asks, world):
-    code, out, _ = asks("run", "--json", *adapters_of(world, "specialist"), "--use", "specialst", "Hello")
-    fields = json.loads(out)["error"]["fields"]
-    assert (code, fields["field"], fields["value"]) == (2, "--use", "specialst")
+    assert (code, fields["field"], fields[key]) == (2, "--use", value)
 
 
 def test_run_counts_its_own_pictures_and_sounds(asks, world, monkeypatch):
@@ -444,11 +442,6 @@ def test_sampling_flags_reach_the_request():
         "seed": 7, "stop": ("a", "b"),
     }  # fmt: skip
     assert flags.sampling_options(cli.parser().parse_args(["run", "m", "p"])) == {}
-
-
-def test_an_option_without_effect_is_refused_before_anything_is_read(capsys):
-    assert cli.main(["run", "/no/such/model", "Hello", "--top-k", "5", "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == "top_k"
 
 
 def test_stopped_while_answering_it_keeps_what_came_and_closes_the_model(asks, monkeypatch):

@@ -45,17 +45,12 @@ def test_a_part_name_places_its_blocks():
     assert found == {"model.vision_tower": "stream"} | {f"model.vision_tower.encoder.layers.{i}": "stream" for i in range(16)}
 
 
-def test_a_path_places_the_blocks_under_it_at_a_boundary():
-    assert placed({f"{TEXT}.layers.1": "stream"}) == {f"{TEXT}.layers.1": "stream"}
-
-
-def test_a_module_places_its_block():
-    assert placed({f"{TEXT}.layers.4.mlp.gate_proj": "disk"}) == {f"{TEXT}.layers.4": "disk"}
-
-
-def test_the_wrapper_of_a_linear_places_its_block():
-    path = "model.vision_tower.encoder.layers.2"
-    assert placed({f"{path}.self_attn.q_proj": "host"}) == {path: "host"}
+@pytest.mark.parametrize("named, tier, block", [
+    (f"{TEXT}.layers.1", "stream", f"{TEXT}.layers.1"), (f"{TEXT}.layers.4.mlp.gate_proj", "disk", f"{TEXT}.layers.4"),
+    ("model.vision_tower.encoder.layers.2.self_attn.q_proj", "host", "model.vision_tower.encoder.layers.2"),
+], ids=["a path at a boundary", "a module", "the wrapper of a linear"])  # fmt: skip
+def test_what_is_named_places_its_block(named, tier, block):
+    assert placed({named: tier}) == {block: tier}
 
 
 def test_the_last_match_wins():
@@ -92,21 +87,14 @@ def test_a_tier_that_no_named_block_allows_is_refused_with_the_reason():
     assert "use gather" in str(error) and error.allowed == ("resident", "gather")
 
 
-def test_gather_of_layers_is_refused():
-    assert "index" in str(refused(resolve_place, {"language": "gather"}, BLOCKS, E2B))
-
-
-def test_a_tied_head_is_refused_with_its_tie():
-    assert "tied to model.language_model.embed_tokens" in str(refused(resolve_place, {"lm_head": "stream"}, BLOCKS, E2B))
-
-
-def test_the_token_table_is_refused_although_its_block_can_move():
-    error = refused(resolve_place, {f"{TEXT}.embed_tokens": "stream"}, BLOCKS, E2B)
-    assert "Gemma4Model.forward" in str(error) and "tied lm_head" in str(error)
-
-
-def test_a_norm_is_refused_although_its_block_can_move():
-    assert "norms" in str(refused(resolve_place, {f"{TEXT}.layers.0.input_layernorm": "stream"}, BLOCKS, E2B))
+@pytest.mark.parametrize("named, tier, words", [
+    ("language", "gather", ("index",)), ("lm_head", "stream", ("tied to model.language_model.embed_tokens",)),
+    (f"{TEXT}.embed_tokens", "stream", ("Gemma4Model.forward", "tied lm_head")),  # its block can move, and that of the norm
+    (f"{TEXT}.layers.0.input_layernorm", "stream", ("norms",)),
+], ids=["layers", "a tied head", "the token table", "a norm"])  # fmt: skip
+def test_what_cannot_move_is_refused_with_the_reason(named, tier, words):
+    error = str(refused(resolve_place, {named: tier}, BLOCKS, E2B))
+    assert all(word in error for word in words)
 
 
 def test_a_catch_all_that_nothing_can_follow_is_refused():
@@ -182,21 +170,14 @@ def test_devices_that_cannot_be_followed_are_refused(device, why):
     assert error.field == "device_map['']" and why in str(error)
 
 
-def test_a_map_that_forgets_modules_is_refused():
-    assert "has no device for" in str(map_refused({"model.vision_tower": "cpu"}))
-
-
-def test_a_tied_head_on_the_cpu_is_refused():
-    assert "'lm_head' cannot go to cpu" in str(map_refused({"lm_head": "cpu", "": 0}))
-
-
-def test_the_token_table_on_the_cpu_is_refused_with_both_reasons():
-    error = map_refused({f"{TEXT}.embed_tokens": "cpu", "": 0})
-    assert "Gemma4Model.forward" in str(error) and "lm_head" in str(error)
-
-
-def test_a_block_cut_in_two_is_refused():
-    assert f"{TEXT}.layers.0 in two" in str(map_refused({f"{TEXT}.layers.0.mlp": "cpu", "": 0}))
+@pytest.mark.parametrize("devices, words", [
+    ({"model.vision_tower": "cpu"}, ("has no device for",)), ({"lm_head": "cpu", "": 0}, ("'lm_head' cannot go to cpu",)),
+    ({f"{TEXT}.embed_tokens": "cpu", "": 0}, ("Gemma4Model.forward", "lm_head")),
+    ({f"{TEXT}.layers.0.mlp": "cpu", "": 0}, (f"{TEXT}.layers.0 in two",)),
+], ids=["forgotten modules", "a tied head", "the token table", "a block cut in two"])  # fmt: skip
+def test_a_map_that_cannot_be_followed_is_refused_with_the_reason(devices, words):
+    error = str(map_refused(devices))
+    assert all(word in error for word in words)
 
 
 def test_a_key_without_effect_is_refused():
