@@ -8,8 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.raised import raised
 from trimtab.adapters.adapter import AdapterFile, AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, Part, TensorRow
 from trimtab.checkpoint.headers import TensorEntry
@@ -84,16 +83,13 @@ def match(folder: Path, shapes: Shapes, anatomy: Anatomy | None = None, **config
 
 
 def refused(path: Path) -> tuple[str, ...]:
-    with pytest.raises(AdapterError) as caught:
-        read_adapter(path)
-    return caught.value.problems
+    return raised(AdapterError, read_adapter, path).problems
 
 
 def problems_of(folder: Path, shapes: Shapes, anatomy: Anatomy | None = None, **config: Any) -> tuple[str, ...]:
-    with pytest.raises(AdapterError) as caught:
-        match(folder, shapes, anatomy, **config)
-    assert caught.value.path == str(folder)
-    return caught.value.problems
+    error = raised(AdapterError, match, folder, shapes, anatomy, **config)
+    assert error.path == str(folder)
+    return error.problems
 
 
 def embedding(path: str = f"{TEXT}.embed_tokens") -> Shapes:

@@ -11,6 +11,7 @@ import pytest
 import trimtab
 import trimtab.demo as demo
 from tests.cli.test_vocabulary import BASE
+from tests.raised import refused
 from trimtab.adapter_names import NamedAdapter, parse_adapter, parse_adapters, parse_unweighted, paths_of
 from trimtab.cli.flags.wording import in_flags
 from trimtab.errors import RequestError
@@ -26,9 +27,8 @@ from trimtab.request import GenerateRequest, LoadRequest, parse_bytes
 ])  # fmt: skip
 def test_a_bare_path_is_named_after_its_folder(text: str, name: str, path: str, weight: float) -> None:
     if name is None:
-        with pytest.raises(RequestError, match="Add a name: NAME=") as caught:
-            parse_adapter(text, field="--adapter")
-        assert (caught.value.field, caught.value.value) == ("--adapter", text)
+        error = refused(parse_adapter, text, field="--adapter", match="Add a name: NAME=")
+        assert (error.field, error.value) == ("--adapter", text)
         return
     assert parse_adapter(text) == NamedAdapter(name, path, weight)
 
@@ -40,12 +40,9 @@ def test_the_folder_one_is_in_has_a_name(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_two_folders_of_one_name_are_refused() -> None:
-    with pytest.raises(RequestError, match="two adapters") as caught:
-        parse_adapters(["a/law", "b/law"], field="--adapter")
-    assert caught.value.value == "law"
-    with pytest.raises(RequestError, match="two folders have the name law") as caught:
-        paths_of(["a/law", Path("b/law")])
-    assert caught.value.field == "adapters" and '"two":' in caught.value.hint
+    assert refused(parse_adapters, ["a/law", "b/law"], field="--adapter", match="two adapters").value == "law"
+    error = refused(paths_of, ["a/law", Path("b/law")], match="two folders have the name law")
+    assert error.field == "adapters" and '"two":' in error.hint
 
 
 def test_a_weight_of_one_names_a_folder_that_ends_like_a_weight() -> None:
@@ -97,9 +94,8 @@ def test_a_name_that_is_no_text_is_refused() -> None:
 
 
 def test_a_number_alone_is_asked_for_its_unit() -> None:
-    with pytest.raises(RequestError, match="needs a unit") as caught:
-        parse_bytes("4", field_name="--gpu-memory")
-    assert caught.value.hint == "Did you mean 4GiB? 4B is that many bytes"
+    error = refused(parse_bytes, "4", field_name="--gpu-memory", match="needs a unit")
+    assert error.hint == "Did you mean 4GiB? 4B is that many bytes"
 
 
 @pytest.mark.parametrize(
@@ -153,16 +149,14 @@ def test_a_model_by_its_path_is_planned_and_loaded(tmp_path: Path) -> None:
 
 
 def test_options_of_load_are_checked_by_name() -> None:
-    with pytest.raises(RequestError) as caught:
-        trimtab.load(demo.BASE, contxt=5)
-    assert (caught.value.field, caught.value.near) == ("contxt", ("context",))
+    error = refused(trimtab.load, demo.BASE, contxt=5)
+    assert (error.field, error.near) == ("contxt", ("context",))
     with pytest.raises(RequestError) as caught:
         trimtab.load(3)  # type: ignore[arg-type]
     assert caught.value.field == "plan"
     plan = trimtab.plan(demo.BASE, device="cpu", context=64, images=0, audio_s=0.0)
-    with pytest.raises(RequestError, match="has no effect on a plan") as caught:
-        trimtab.load(plan, context=5)
-    assert (caught.value.field, caught.value.value) == ("context", 5)
+    error = refused(trimtab.load, plan, context=5, match="has no effect on a plan")
+    assert (error.field, error.value) == ("context", 5)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +168,8 @@ def test_options_of_load_are_checked_by_name() -> None:
     ids=lambda value: str(value)[:12],
 )  # fmt: skip
 def test_a_value_of_another_kind_is_named(field, value):
-    with pytest.raises(RequestError) as caught:
-        trimtab.plan(BASE, **{"device": "cpu", field: value})
-    assert caught.value.field.startswith(field) and len(str(caught.value)) < 300
+    error = refused(trimtab.plan, BASE, **{"device": "cpu", field: value})
+    assert error.field.startswith(field) and len(str(error)) < 300
 
 
 def test_one_pattern_is_shown_as_a_list_of_it():
@@ -202,9 +195,7 @@ def test_numbers_of_numpy_are_numbers():
      ("top_p", float("nan")), ("min_p", float("inf")), ("top_k", 0)],
 )  # fmt: skip
 def test_an_option_of_an_answer_of_another_type_or_range_is_refused_by_name(field, value):
-    with pytest.raises(RequestError) as caught:
-        GenerateRequest(**{"temperature": 1.0, field: value})
-    assert caught.value.field == field
+    assert refused(GenerateRequest, **{"temperature": 1.0, field: value}).field == field
 
 
 def test_options_of_numpy_become_pythons():

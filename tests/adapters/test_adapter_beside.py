@@ -10,6 +10,7 @@ import transformers
 
 import trimtab
 from tests import ROOT, pico
+from tests.raised import raised
 from trimtab import bridge
 from trimtab.adapters import file
 from trimtab.adapters.file import HARMLESS, KNOWN, TOLD, read_adapter, weights_beside
@@ -85,9 +86,7 @@ def put(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_weights_beside_an_adapter_are_refused_by_name(name: str, adapter: Path) -> None:
     put(adapter, name)
-    with pytest.raises(AdapterError) as caught:
-        read_adapter(adapter)
-    (problem,) = caught.value.problems
+    (problem,) = raised(AdapterError, read_adapter, adapter).problems
     assert problem.startswith(f"{name}: weights next to the adapter (") and "name that folder as the model" in problem
 
 
@@ -115,10 +114,9 @@ def test_all_files_are_named_at_once_and_many_are_counted(adapter: Path) -> None
     for number in range(30):
         put(adapter, f"part{number:02}.safetensors")
     put(adapter, "optimizer.pt")
-    with pytest.raises(AdapterError) as caught:
-        read_adapter(adapter)
-    assert len(caught.value.problems) == 21 and caught.value.problems[0].startswith("part00.safetensors: ")
-    assert caught.value.problems[-1].startswith("10 more files")
+    error = raised(AdapterError, read_adapter, adapter)
+    assert len(error.problems) == 21 and error.problems[0].startswith("part00.safetensors: ")
+    assert error.problems[-1].startswith("10 more files")
 
 
 def test_no_way_in_ignores_them(made: tuple[Path, Path], adapter: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from tests.benchmark.test_bench_report import ran, world  # noqa: F401 - the fixture
 from tests.machine.test_environment import read_only_environment
+from tests.raised import refused
 from trimtab.benchmark import bandwidth
 from trimtab.benchmark import bench as benching
 from trimtab.benchmark import prepare as prepare_inside
@@ -123,9 +124,7 @@ def test_a_budget_beside_a_saved_plan_is_refused(tmp_path, no_files):
     from tests.planning.test_planner import plan
 
     plan().save(tmp_path / "plan.json")
-    with pytest.raises(RequestError) as caught:
-        asked(str(tmp_path / "plan.json"), "--gpu-memory", "4GiB")
-    assert caught.value.field == "--gpu-memory"
+    assert refused(asked, str(tmp_path / "plan.json"), "--gpu-memory", "4GiB").field == "--gpu-memory"
     assert asked(str(tmp_path / "plan.json")).load == plan()
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.machine.test_environment import read_only_environment
 from tests.planning.plan.test_picture import check_labels
 from tests.planning.test_planner import plan
+from tests.raised import refused
 from trimtab.benchmark import bench as benching
 from trimtab.benchmark import chart as picture
 from trimtab.benchmark import stats as figures
@@ -249,9 +250,7 @@ def test_the_json_names_no_folder_and_is_written_whole(world, tmp_path):
     ({"prompts": (Prompt("a", "text"),), "audios": ("a.wav",)}, "--audio"),
 ])  # fmt: skip
 def test_a_value_without_effect_or_out_of_range_is_refused(values, field):
-    with pytest.raises(RequestError) as caught:
-        asked(**values)
-    assert caught.value.field == field
+    assert refused(asked, **values).field == field
 
 
 def test_eager_against_eager_on_a_cpu_is_refused_before_a_run(world, monkeypatch):

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests import pico, split, stock
+from tests.raised import raised
 from trimtab.bridge import check, load_peft
 from trimtab.bridge.hooks import execution_device, hooks_of
 from trimtab.bridge.inspect_findings import BY_NAME
@@ -565,10 +566,9 @@ def test_value_of_a_wrong_kind_is_refused(work: Path, options: dict[str, Any]) -
 
 def refusal(base: Any, adapter: Path) -> UpstreamError:
     before = dict(base.named_modules())
-    with pytest.raises(UpstreamError) as caught:
-        load_peft(base, adapter)
+    error = raised(UpstreamError, load_peft, base, adapter)
     assert dict(base.named_modules()) == before
-    return caught.value
+    return error
 
 
 def is_about(error: UpstreamError, kind: str) -> bool:

@@ -23,6 +23,7 @@ from torch import nn
 import trimtab
 from tests import pico, split, stock
 from tests.bridge.test_bridge import adapter_of, folder_of
+from tests.raised import refused
 from trimtab.bridge import row_scales
 from trimtab.bridge.inspect import Scan, scan, scan_text
 from trimtab.bridge.inspect_findings import BY_NAME, KINDS, Finding
@@ -96,9 +97,7 @@ def test_targets_of_a_model_with_adapters_are_refused(work: Path) -> None:
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(RequestError) as caught:
-        scan({"a": 1})
-    assert caught.value.field == "model"
+    assert refused(scan, {"a": 1}).field == "model"
 
 
 # Sound models ---------------------------------------------------------------------------------------------------------

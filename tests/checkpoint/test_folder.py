@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from tests.raised import raised
 from trimtab.checkpoint.folder import check_unchanged, find_folder, hub_cache, read_checkpoint
 from trimtab.errors import CheckpointError
 
@@ -48,9 +49,7 @@ def sharded(folder: Path, **more: bytes) -> Path:
 
 
 def refusal(model: str | Path) -> CheckpointError:
-    with pytest.raises(CheckpointError) as caught:
-        read_checkpoint(model)
-    return caught.value
+    return raised(CheckpointError, read_checkpoint, model)
 
 
 @pytest.fixture(autouse=True)
@@ -499,9 +498,7 @@ def test_a_damaged_gguf_file_is_called_that(tmp_path: Path) -> None:
     file = tmp_path / "model-Q4_K_M.gguf"
     file.write_bytes(b"GGUF")
     for path in (file, tmp_path):
-        with pytest.raises(CheckpointError, match="ends within its version") as caught:
-            read_checkpoint(str(path))
-        assert caught.value.path == str(file)
+        assert raised(CheckpointError, read_checkpoint, str(path), match="ends within its version").path == str(file)
     # Beside a checkpoint such files are somebody else's.
     (tmp_path / "config.json").write_text("{}")
     assert find_folder(str(tmp_path)) == tmp_path

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from tests import ROOT
 from tests.examples import examples
+from tests.raised import raised
 from trimtab.checkpoint.headers import DTYPES, MAX_HEADER_BYTES, is_finite, read_header
 from trimtab.errors import CheckpointError
 
@@ -45,10 +46,9 @@ def entry(dtype: Any = "U8", shape: Any = (4,), offsets: Any = (0, 4)) -> dict[s
 
 def refusal(folder: Path, content: bytes) -> CheckpointError:
     file = written(folder, content)
-    with pytest.raises(CheckpointError) as caught:
-        read_header(file)
-    assert caught.value.path == str(file)
-    return caught.value
+    error = raised(CheckpointError, read_header, file)
+    assert error.path == str(file)
+    return error
 
 
 def refusal_of(folder: Path, tensors: dict[str, Any], data: bytes = bytes(4)) -> CheckpointError:

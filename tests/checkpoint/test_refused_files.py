@@ -20,6 +20,7 @@ import trimtab
 from tests import pico, talking
 from tests.adapter_files import write_adapter
 from tests.checkpoint.test_headers import framed
+from tests.raised import raised, refused
 from trimtab.checkpoint import config_limits, headers, unreadable
 from trimtab.checkpoint.config_limits import check_config, check_declared, check_layers, largest, most_tensors
 from trimtab.checkpoint.folder import read_checkpoint
@@ -28,7 +29,7 @@ from trimtab.cli.main import main
 from trimtab.engine.chat.media import read_image
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.tiers.streaming import Spill
-from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError
+from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError
 from trimtab.process.json_file import KINDS
 
 pytestmark = pytest.mark.usefixtures("no_kept_anatomies")
@@ -52,10 +53,9 @@ def changed(family: str, folder: Path, field: str, value: Any, *, bare: bool = F
 
 
 def refusal(folder: Path) -> CheckpointError:
-    with pytest.raises(CheckpointError) as caught:
-        trimtab.plan(folder, device="cpu")
-    assert caught.value.path == str(folder / "config.json")
-    return caught.value
+    error = raised(CheckpointError, trimtab.plan, folder, device="cpu")
+    assert error.path == str(folder / "config.json")
+    return error
 
 
 @pytest.fixture
@@ -100,10 +100,8 @@ def test_a_part_whose_architecture_is_no_text_is_refused_by_its_field(part: str,
     config: dict[str, Any] = {name: [own] if name == "parts" else own}
     for one in outer:
         config = {one: config}
-    with pytest.raises(CheckpointError) as caught:
-        check_config({"model_type": "llama"} | config, PATH)
-    assert caught.value.field == f"{part}.model_type"
-    assert str(caught.value).count(".model_type is ") == 1 and "must be a text" in str(caught.value)
+    error = raised(CheckpointError, check_config, {"model_type": "llama"} | config, PATH)
+    assert error.field == f"{part}.model_type" and str(error).count(".model_type is ") == 1 and "must be a text" in str(error)
 
 
 def test_a_part_without_an_architecture_is_taken():
@@ -329,9 +327,8 @@ def test_the_first_missing_folder_is_found_where_a_drive_or_share_is_missing(fol
 def test_a_hint_never_raises(tmp_path):
     (tmp_path / "cut.png").symlink_to(300 * "n")
     (tmp_path / "cat.png").touch()
-    with pytest.raises(RequestError, match="no such file") as caught:
-        read_image(tmp_path / "cta.png")
-    assert caught.value.hint == f"Did you mean {tmp_path}/cat.png?"
+    error = refused(read_image, tmp_path / "cta.png", match="no such file")
+    assert error.hint == f"Did you mean {tmp_path}/cat.png?"
 
 
 def test_a_hint_looks_at_few_entries_of_all_levels_together(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import trimtab
+from tests.raised import raised, refused
 from trimtab import errors
 from trimtab.cli import main as cli
 from trimtab.cli.commands import plan_run as commands
@@ -107,9 +108,8 @@ def test_help_imports_neither_torch_nor_transformers():
 
 
 def test_the_version_is_the_packages(capsys):
-    with pytest.raises(SystemExit) as done:
-        cli.main(["--version"])
-    assert (done.value.code, capsys.readouterr().out) == (0, f"trimtab {trimtab.__version__}\n")
+    error = raised(SystemExit, cli.main, ["--version"])
+    assert (error.code, capsys.readouterr().out) == (0, f"trimtab {trimtab.__version__}\n")
 
 
 # Usage and errors -----------------------------------------------------------------------------------------------------
@@ -245,17 +245,14 @@ def test_every_placement_field_of_a_request_has_a_flag():
     (["--device-map", "missing.json"], "--device-map"),
 ])  # fmt: skip
 def test_a_flag_that_cannot_be_followed_is_named(arguments, field):
-    with pytest.raises(RequestError) as caught:
-        request_of(*arguments)
-    assert caught.value.field == field
+    assert refused(request_of, *arguments).field == field
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"cpu"', '{"a": true}', '{"a": null}', '{"a": 1.5}'])
 def test_a_file_that_holds_no_device_map_is_refused(text, tmp_path):
     (tmp_path / "map.json").write_text(text)
-    with pytest.raises(RequestError) as caught:
-        request_of("--device-map", str(tmp_path / "map.json"))
-    assert (caught.value.field, caught.value.value) == ("--device-map", str(tmp_path / "map.json"))
+    error = refused(request_of, "--device-map", str(tmp_path / "map.json"))
+    assert (error.field, error.value) == ("--device-map", str(tmp_path / "map.json"))
 
 
 # plan -----------------------------------------------------------------------------------------------------------------

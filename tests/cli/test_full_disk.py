@@ -13,10 +13,10 @@ import pytest
 
 import trimtab.demo as demo
 from tests.machine.test_environment import read_only_environment
+from tests.raised import refused
 from trimtab.cli import main as cli
 from trimtab.doctor.issues.draft import _write_folder
 from trimtab.doctor.report import document_of, write_report
-from trimtab.errors import RequestError
 
 BASE, STYLE = str(demo.BASE), f"style={demo.ADAPTERS['style']}"
 LEFT_BYTES = 4096  # a page: less than any file below needs
@@ -93,9 +93,7 @@ def wide(text: str) -> str:
 ])  # fmt: skip
 def test_what_the_doctor_writes_is_whole_or_not_there(write: Callable[[Path], Any], field: str, full: Path) -> None:
     before = names(full)
-    with pytest.raises(RequestError, match="No space left") as caught:
-        write(full)
-    assert caught.value.field == field and names(full) == before
+    assert refused(write, full, match="No space left").field == field and names(full) == before
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")

@@ -12,10 +12,10 @@ import pytest
 
 import trimtab
 import trimtab.demo as demo
+from tests.raised import refused
 from trimtab.cli import main as cli
 from trimtab.cli.commands import plan_run as line
 from trimtab.doctor.preflight.preflight import preflight
-from trimtab.errors import RequestError
 
 BASE, STYLE = str(demo.BASE), str(demo.ADAPTERS["style"])
 COMMANDS: dict[str, argparse.ArgumentParser] = next(
@@ -211,9 +211,8 @@ def test_the_demo_and_the_list_of_models_follow_their_budget(capsys: pytest.Capt
 ])  # fmt: skip
 def test_the_same_errors_name_arguments_in_python(call: Any, names: tuple[str, ...]) -> None:
     for name in names:
-        with pytest.raises(RequestError) as caught:
-            call(**{name: "4"})
-        assert (caught.value.field, caught.value.reason) == (name, "needs a unit") and "--" not in str(caught.value)
+        error = refused(call, **{name: "4"})
+        assert (error.field, error.reason) == (name, "needs a unit") and "--" not in str(error)
 
 
 def test_every_command_is_one_of_this_table() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.raised import raised
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
@@ -82,11 +83,9 @@ def eight_bit() -> dict[str, Part]:
 
 
 def refusal(folder: Path, parts: Mapping[str, Part], config: Mapping[str, Any] | None = None) -> CheckpointError:
-    found = checkpoint(folder, parts, config)
-    with pytest.raises(CheckpointError) as caught:
-        split_packed(found)
-    assert caught.value.path == str(folder)
-    return caught.value
+    error = raised(CheckpointError, split_packed, checkpoint(folder, parts, config))
+    assert error.path == str(folder)
+    return error
 
 
 def problem(folder: Path, parts: Mapping[str, Part]) -> str:

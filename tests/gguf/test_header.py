@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import gguf_files
 from tests.golden.formats.make import FOLDER
+from tests.raised import raised
 from trimtab.checkpoint.folder import find_folder, read_checkpoint
 from trimtab.engine.formats import ggml, weights
 from trimtab.engine.formats import packed as packing
@@ -137,9 +138,7 @@ def small(tmp_path, keys=None, tensors=None, **other):
 
 
 def refusal(path):
-    with pytest.raises(CheckpointError) as told:
-        read_gguf(path)
-    return str(told.value)
+    return str(raised(CheckpointError, read_gguf, path))
 
 
 @pytest.mark.parametrize(("change", "words"), [

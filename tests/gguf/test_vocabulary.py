@@ -8,6 +8,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from tests import gguf_files, pico
+from tests.raised import raised
 from trimtab.checkpoint.folder import find_folder
 from trimtab.errors import CheckpointError
 
@@ -111,6 +112,5 @@ def test_a_text_is_cut_and_composed_as_the_file_and_its_family_do(family, pre, i
     ("qwen3", {}, ("<x>", "<x>"), r"1 of its control tokens get other ids from transformers: '<x>' \(270\)"),
 ])  # fmt: skip
 def test_a_vocabulary_that_is_not_made_as_it_is_is_refused(family, more, texts, words, tmp_path):
-    with pytest.raises(CheckpointError, match=words) as told:
-        folder_of(tmp_path, family, BYTE_LEVEL | more, texts, [3] * len(texts))
-    assert told.value.path == str(tmp_path / "tiny.gguf") and "safetensors files" in str(told.value)
+    error = raised(CheckpointError, folder_of, tmp_path, family, BYTE_LEVEL | more, texts, [3] * len(texts), match=words)
+    assert error.path == str(tmp_path / "tiny.gguf") and "safetensors files" in str(error)

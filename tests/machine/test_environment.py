@@ -21,6 +21,7 @@ import torch
 import transformers
 
 import trimtab
+from tests.raised import refused
 from trimtab.errors import RequestError
 from trimtab.machine import environment as module
 from trimtab.machine import gpus
@@ -83,9 +84,7 @@ def test_interpreter_without_packages_is_told_as_such(bare):
 
 
 def test_python_that_does_not_exist_is_refused():
-    with pytest.raises(RequestError) as caught:
-        read_environment("/no/such/python")
-    assert caught.value.field == "python"
+    assert refused(read_environment, "/no/such/python").field == "python"
 
 
 def test_a_program_that_is_no_python_is_refused():

@@ -14,6 +14,7 @@ from torch import Tensor
 import trimtab
 from tests import pico, stock
 from tests.merged_models import state_of
+from tests.raised import raised
 from trimtab.adapter_names import mix_name
 from trimtab.errors import AdapterError, RequestError
 from trimtab.merging import merge
@@ -117,9 +118,8 @@ def test_a_server_refuses_a_mix_whose_order_would_count(names: tuple[str, str], 
 def test_a_merge_refuses_what_peft_has_no_result_for(folders: dict[str, Path], tmp_path: Path) -> None:
     base = folders["base"]
     head = [pico.adapter(base, tmp_path / f"head{n}", seed=n, modules_to_save=["lm_head"]) for n in (0, 1)]
-    with pytest.raises(AdapterError) as caught:
-        merge(base, tmp_path / "out", adapters={"a": head[0], "b": head[1]})
-    assert caught.value.problems == ("adapter a replaces lm_head.weight, which b changes too",)
+    error = raised(AdapterError, merge, base, tmp_path / "out", adapters={"a": head[0], "b": head[1]})
+    assert error.problems == ("adapter a replaces lm_head.weight, which b changes too",)
     table = pico.adapter(base, tmp_path / "table", modules_to_save=["embed_tokens"])
     with pytest.raises(AdapterError, match="adapter t replaces model.embed_tokens.weight, which r changes too"):
         merge(base, tmp_path / "out", adapters={"r": folders["rows"], "t": table})

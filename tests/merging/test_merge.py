@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from tests import merged_models, pico, stock
 from tests.merged_models import load, peft_merged, state_of, tensors_of, ulps
-from trimtab.errors import RequestError
+from tests.raised import refused
 from trimtab.merging import merge
 from trimtab.merging.changes.delta import Change, merged
 
@@ -57,9 +57,8 @@ def test_tensors_without_an_adapter_are_the_bases_bytes(tmp_path: Path) -> None:
 def test_without_an_adapter_or_another_form_nothing_is_copied(tmp_path: Path) -> None:
     base = pico.build("qwen3", tmp_path / "base", shards=2)
     for adapters in (None, {}, []):
-        with pytest.raises(RequestError, match="would be a copy") as caught:
-            merge(base, tmp_path / "out", adapters=adapters)
-        assert caught.value.field == "adapters" and merged_models.left_over(tmp_path) == ["base"]
+        error = refused(merge, base, tmp_path / "out", adapters=adapters, match="would be a copy")
+        assert error.field == "adapters" and merged_models.left_over(tmp_path) == ["base"]
 
 
 def test_adapters_can_be_a_list_or_one_path(tmp_path: Path) -> None:

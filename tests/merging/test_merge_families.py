@@ -10,6 +10,7 @@ import torch
 from tests import long_runs, merged_models, pico
 from tests.long_runs import crossed
 from tests.merged_models import load, peft_merged, state_of, ulps
+from tests.raised import raised
 from trimtab.errors import AdapterError
 from trimtab.merging import merge
 
@@ -97,7 +98,6 @@ def biased_adapter(base: Path, folder: Path, targets: list[str]) -> Path:
 def test_a_bias_without_a_bias_to_add_it_to_is_refused(tmp_path: Path) -> None:
     base = pico.build("llama", tmp_path / "base")
     adapter = pico.adapter(base, tmp_path / "adapter", bias=True)
-    with pytest.raises(AdapterError) as caught:
-        merge(base, tmp_path / "out", adapters={"a": adapter})
-    assert len(caught.value.problems) == 14 and "lora_bias needs a bias" in caught.value.problems[0]
+    error = raised(AdapterError, merge, base, tmp_path / "out", adapters={"a": adapter})
+    assert len(error.problems) == 14 and "lora_bias needs a bias" in error.problems[0]
     assert merged_models.left_over(tmp_path) == ["adapter", "base"]

@@ -15,6 +15,7 @@ from torch import Tensor
 import trimtab
 from tests import merged_models, pico
 from tests.merged_models import peft_merged, state_of
+from tests.raised import raised
 from trimtab.errors import AdapterError, CheckpointError
 from trimtab.merging import merge
 
@@ -37,10 +38,9 @@ def changed(adapter: Path, folder: Path, **tensors: Tensor | None) -> Path:
 
 def problems(base: Path, tmp_path: Path, **adapters: Path) -> tuple[str, ...]:
     before = set(merged_models.left_over(tmp_path))
-    with pytest.raises(AdapterError) as caught:
-        merge(base, tmp_path / "out", adapters=adapters)
+    error = raised(AdapterError, merge, base, tmp_path / "out", adapters=adapters)
     assert set(merged_models.left_over(tmp_path)) == before
-    return caught.value.problems
+    return error.problems
 
 
 def test_an_adapter_of_another_model_is_refused_with_every_key(base: Path, tmp_path: Path) -> None:
@@ -76,9 +76,8 @@ def test_a_result_too_large_for_the_dtype_is_refused(base: Path, adapter: Path, 
     a, b = torch.zeros(4, 64), torch.zeros(128, 4)
     a[0, 0], b[0, 0] = 1000.0, 1000.0
     adapter = changed(adapter, tmp_path / "adapter", q_proj__lora_A=a, q_proj__lora_B=b)
-    with pytest.raises(AdapterError) as caught:
-        merge(base, tmp_path / "out", adapters={"a": adapter}, dtype="float16")
-    assert "infinite in float16" in caught.value.problems[0]
+    error = raised(AdapterError, merge, base, tmp_path / "out", adapters={"a": adapter}, dtype="float16")
+    assert "infinite in float16" in error.problems[0]
     assert merged_models.left_over(tmp_path) == ["adapter"]
 
 
@@ -132,9 +131,8 @@ def test_a_folder_that_holds_an_adapter_too_is_not_taken_for_the_model_alone(bas
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(adapter / name, both / name)
     for read in (lambda: trimtab.plan(both, device="cpu"), lambda: merge(both, tmp_path / "out", dtype="float16")):
-        with pytest.raises(CheckpointError, match="holds an adapter too") as caught:
-            read()
-        assert caught.value.path == str(both) and "give it as an adapter" in str(caught.value)
+        error = raised(CheckpointError, read, match="holds an adapter too")
+        assert error.path == str(both) and "give it as an adapter" in str(error)
     assert trimtab.plan(both, adapters={"own": both}, device="cpu", quant="none").request.adapters == {"own": str(both)}
     merge(both, tmp_path / "out", adapters={"a": adapter})
     assert not list((tmp_path / "out").glob("adapter_*"))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.anatomies import e_series, qwen3_8b, small
 from tests.examples import examples
+from tests.raised import raised, refused
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError, gib
 from trimtab.planning import Machine, Plan, Rates, blocks_of, make_plan, search
@@ -264,23 +265,17 @@ def test_a_step_on_a_cpu_reads_each_form_of_weight_at_its_own_rate():
 
 @pytest.mark.parametrize(("machine", "budgets"), [(CPU, {}), (CPU, {"host": 80}), (GPU, {"gpu": 8, "host": 80})])
 def test_a_prefix_cache_that_does_not_fit_is_named(machine, budgets):
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(machine=machine, prefix_cache_bytes=900 * GIB, is_advised=True, **budgets)
-    error = caught.value
+    error = raised(DoesNotFitError, plan, machine=machine, prefix_cache_bytes=900 * GIB, is_advised=True, **budgets)
     assert error.device in ("memory", "host") and error.needed_bytes > 900 * GIB
     assert (error.option, error.option_bytes) == ("no prefix cache", 0)
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(machine=CPU, host=1, is_advised=True)
-    assert "prefix cache" not in str(caught.value)
+    assert "prefix cache" not in str(raised(DoesNotFitError, plan, machine=CPU, host=1, is_advised=True))
 
 
 @pytest.mark.parametrize(("gpu", "host", "asked"), [
     (1, 16, {}), (1, 1.3, {}), (2, 1.2, {"context_tokens": 65536}), (2, 16, {"place": {"*": "resident"}}),
 ])  # fmt: skip
 def test_the_smallest_device_budget_is_named_to_the_byte(gpu, host, asked):
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(gpu=gpu, host=host, **asked)
-    error = caught.value
+    error = raised(DoesNotFitError, plan, gpu=gpu, host=host, **asked)
     assert error.device == "cuda:0" and error.budget_bytes == gpu * GIB
     check_within(plan(gpu=error.needed_bytes / GIB, host=host, **asked))
     with pytest.raises(DoesNotFitError):
@@ -289,9 +284,7 @@ def test_the_smallest_device_budget_is_named_to_the_byte(gpu, host, asked):
 
 @pytest.mark.parametrize("asked", [{}, {"place": {"language": "stream"}}, {"place": {"table": "gather"}}])
 def test_the_smallest_host_budget_is_named_to_the_byte(asked):
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(gpu=4, host=1, **asked)
-    error = caught.value
+    error = raised(DoesNotFitError, plan, gpu=4, host=1, **asked)
     assert error.device == "host" and f"(host_memory='{-(-error.needed_bytes // MIB)}MiB')" in str(error)
     check_within(plan(gpu=4, host=error.needed_bytes / GIB, **asked))
     with pytest.raises(DoesNotFitError):
@@ -299,9 +292,7 @@ def test_the_smallest_host_budget_is_named_to_the_byte(asked):
 
 
 def test_when_both_are_short_both_are_named():
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(gpu=1, host=1)
-    error = caught.value
+    error = raised(DoesNotFitError, plan, gpu=1, host=1)
     assert error.device == "cuda:0" and error.needs_both
     gpu, host = (int(count) / 1024 for count in re.findall(r"_memory='(\d+)MiB'", str(error)))
     check_within(plan(gpu=gpu, host=host))
@@ -310,10 +301,9 @@ def test_when_both_are_short_both_are_named():
 
 
 def test_a_spill_folder_without_room_is_named():
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(place={"audio": "disk"}, disk=MIB)
-    needed = caught.value.needed_bytes
-    assert caught.value.device == "disk" and plan(place={"audio": "disk"}, disk=needed).disk_bytes == needed
+    error = raised(DoesNotFitError, plan, place={"audio": "disk"}, disk=MIB)
+    needed = error.needed_bytes
+    assert error.device == "disk" and plan(place={"audio": "disk"}, disk=needed).disk_bytes == needed
 
 
 def test_a_refusal_is_one_sentence_whose_budget_and_option_do_plan():
@@ -332,9 +322,7 @@ def test_a_refusal_is_one_sentence_whose_budget_and_option_do_plan():
 
 
 def test_where_no_change_is_enough_the_one_that_lowers_the_budget_most_is_named_with_that_budget():
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(gpu=0.5, context_tokens=65536, is_advised=True)
-    error = caught.value
+    error = raised(DoesNotFitError, plan, gpu=0.5, context_tokens=65536, is_advised=True)
     assert error.option == "context=256" and str(error).endswith(f", which helps most, {gib(error.option_bytes)} are enough")
     plan(gpu=error.option_bytes / GIB, context_tokens=256)
     with pytest.raises(DoesNotFitError):
@@ -396,9 +384,7 @@ def test_a_host_that_cannot_even_hold_the_process_is_refused_without_a_search(mo
     looked_at: list[int] = []
     real = search._Destinations.least_run_bytes
     monkeypatch.setattr(search._Destinations, "least_run_bytes", lambda *given: looked_at.append(1) or real(*given))
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(E4B, gpu=6, host=1, context_tokens=8192)
-    assert caught.value.device == "host" and len(looked_at) < 1000
+    assert raised(DoesNotFitError, plan, E4B, gpu=6, host=1, context_tokens=8192).device == "host" and len(looked_at) < 1000
 
 
 def test_budgets_bound_what_is_tried_on_a_gpu(monkeypatch):
@@ -592,17 +578,14 @@ def test_what_is_not_a_plan_is_refused_by_its_field(changed, field):
 def test_a_missing_key_is_refused():
     short = values()
     del short["staging_slots"]
-    with pytest.raises(RequestError) as caught:
-        Plan.from_json(short)
-    assert caught.value.field == "plan.staging_slots"
+    assert refused(Plan.from_json, short).field == "plan.staging_slots"
 
 
 def test_an_unknown_tier_in_a_file_is_refused():
     bad = values()
     bad["placements"][0]["tier"] = "moon"
-    with pytest.raises(RequestError) as caught:
-        Plan.from_json(bad)
-    assert caught.value.field == "plan.placements[0].tier" and caught.value.value == "moon"
+    error = refused(Plan.from_json, bad)
+    assert error.field == "plan.placements[0].tier" and error.value == "moon"
 
 
 def test_a_json_list_is_not_a_plan():
@@ -614,9 +597,7 @@ def test_a_json_list_is_not_a_plan():
 def test_a_file_that_is_no_plan_is_refused_with_its_path(tmp_path, text):
     path = tmp_path / "plan.json"
     path.write_text(text)
-    with pytest.raises(CheckpointError) as caught:
-        Plan.load(path)
-    assert caught.value.path == str(path)
+    assert raised(CheckpointError, Plan.load, path).path == str(path)
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):

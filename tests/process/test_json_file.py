@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import ROOT
+from tests.raised import raised
 from trimtab.errors import CheckpointError
 from trimtab.process import json_file
 from trimtab.process.json_file import KINDS, JsonError, count, parse, read_bytes, read_json, read_object
@@ -178,9 +179,7 @@ def test_a_folder_a_device_and_a_missing_file_are_refused(tmp_path: Path):
         (tmp_path / "b", "No such file"),
         (tmp_path / "\0", "null"),
     ):
-        with pytest.raises(CheckpointError, match=words) as caught:
-            read_object(path, "config.json")
-        assert caught.value.path == str(path)
+        assert raised(CheckpointError, read_object, path, "config.json", match=words).path == str(path)
     if os.path.exists("/dev/zero"):
         with pytest.raises(JsonError, match="no plain file"):
             read_bytes("/dev/zero", "plan")
@@ -201,6 +200,4 @@ def test_files_that_transformers_opens_are_held_to_limits(name: str, tmp_path: P
     json_file.check_files(tmp_path)
     with (tmp_path / name).open("wb") as file:
         file.truncate(2**31)
-    with pytest.raises(CheckpointError, match="too large") as caught:
-        json_file.check_files(tmp_path)
-    assert caught.value.path == str(tmp_path / name)
+    assert raised(CheckpointError, json_file.check_files, tmp_path, match="too large").path == str(tmp_path / name)

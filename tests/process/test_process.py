@@ -12,7 +12,7 @@ import pytest
 
 from tests import waiting
 from tests.process import toy_work
-from trimtab.errors import RequestError
+from tests.raised import refused
 from trimtab.process import child as inside
 from trimtab.process import runner as process
 
@@ -86,9 +86,8 @@ def test_an_early_exit_is_not_taken_for_done():
 
 
 def test_an_interpreter_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(RequestError) as caught:
-        process.run_inside(WORK, {}, python=tmp_path / "python")
-    assert (caught.value.field, caught.value.value) == ("python", str(tmp_path / "python"))
+    error = refused(process.run_inside, WORK, {}, python=tmp_path / "python")
+    assert (error.field, error.value) == ("python", str(tmp_path / "python"))
 
 
 def test_a_module_outside_trimtab_is_refused(tmp_path):

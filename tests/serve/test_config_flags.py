@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests import ROOT
+from tests.raised import raised
 from trimtab.cli.commands.serve import configured, served_models, settings_of
 from trimtab.cli.main import main, parser
 from trimtab.errors import CheckpointError, RequestError
@@ -160,23 +161,20 @@ def test_a_file_may_hold_several_models(tmp_path):
     ("config = 'other.toml'", "unknown key 'config'"),
 ])  # fmt: skip
 def test_what_is_wrong_is_said_by_name(tmp_path, text, words):
-    with pytest.raises(CheckpointError) as caught:
-        options_of(tmp_path, text)
-    assert words in str(caught.value) and caught.value.path == str(tmp_path / "serve.toml")
+    error = raised(CheckpointError, options_of, tmp_path, text)
+    assert words in str(error) and error.path == str(tmp_path / "serve.toml")
 
 
 def test_everything_that_is_wrong_is_said_at_once(tmp_path):
-    with pytest.raises(CheckpointError, match="4 problems") as caught:
-        options_of(tmp_path, "prot = 1\nport = 'x'\n[limits]\nimage_pixel = 1")
-    assert "has no model" in str(caught.value)
-    assert "limits.image_pixel: unknown limit (did you mean image_pixels" in str(caught.value)
+    error = raised(CheckpointError, options_of, tmp_path, "prot = 1\nport = 'x'\n[limits]\nimage_pixel = 1", match="4 problems")
+    assert "has no model" in str(error)
+    assert "limits.image_pixel: unknown limit (did you mean image_pixels" in str(error)
 
 
 def test_a_key_is_never_repeated(tmp_path):
     text = "[keys.a]\nkey = 'a-secret'\n[keys.b]\nkey = 'a-secret'\nconcurent = 1"
-    with pytest.raises(CheckpointError) as caught:
-        options_of(tmp_path, text)
-    assert "concurrent" in str(caught.value) and "a-secret" not in str(caught.value)
+    error = raised(CheckpointError, options_of, tmp_path, text)
+    assert "concurrent" in str(error) and "a-secret" not in str(error)
 
 
 @pytest.mark.parametrize(("text", "kind"), [("port =", CheckpointError), (None, RequestError)])
@@ -383,6 +381,4 @@ def test_a_mistyped_key_is_refused_with_the_right_one(name, folder):
     written = FLAGS[name][1]
     if written.startswith("[") and "\n" in written:
         return
-    with pytest.raises(CheckpointError) as caught:
-        from_file(folder, f"{name}s_ = {written}")
-    assert f"unknown key '{name}s_'" in str(caught.value)
+    assert f"unknown key '{name}s_'" in str(raised(CheckpointError, from_file, folder, f"{name}s_ = {written}"))

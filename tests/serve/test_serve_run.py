@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from tests import ROOT, waiting
+from tests.raised import refused
 from trimtab.cli import main as cli
 from trimtab.cli.commands import serve as commands_serve
 from trimtab.errors import RequestError
@@ -103,9 +104,7 @@ def test_a_port_in_use_is_refused_by_name():
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "x" * 300])
 def test_an_address_of_another_machine_is_refused(host):
-    with pytest.raises(RequestError) as caught:
-        listen(host, 0)
-    assert caught.value.field == "host"
+    assert refused(listen, host, 0).field == "host"
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")

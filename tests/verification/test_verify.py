@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 from tests import ROOT, pico, stock
+from tests.raised import raised
 from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError
 from trimtab.verification.verify import verify
 
@@ -92,18 +93,16 @@ def test_an_active_adapter_differs_from_the_base_and_that_is_right(base, adapter
 def test_an_adapter_of_zeros_is_found_out(base, adapter, tmp_path):
     report = ask(base, adapters={"a": idle(adapter, tmp_path / "idle")}, against="base", quant="none")
     assert (report.verdict, report.ok) == ("same", False) and report.findings[0].startswith("adapter inactive: a")
-    with pytest.raises(ParityError, match="the adapter is inactive") as caught:
-        report.check()
-    assert (caught.value.position, caught.value.max_abs) == (-1, 0.0)
+    error = raised(ParityError, report.check, match="the adapter is inactive")
+    assert (error.position, error.max_abs) == (-1, 0.0)
 
 
 def test_quantized_weights_differ_from_bf16(quantized):
     report = quantized
     assert (report.verdict, report.ok) == ("differs", False)
-    with pytest.raises(ParityError) as caught:
-        report.check()
+    error = raised(ParityError, report.check)
     worst = report.worst_prompt.difference
-    assert (caught.value.position, caught.value.max_abs, caught.value.mean_abs, caught.value.tolerance) == (
+    assert (error.position, error.max_abs, error.mean_abs, error.tolerance) == (
         worst.first_position, worst.max_abs, worst.mean_abs, report.floor.limits[report.worst_prompt.id].max_abs,
     )  # fmt: skip
     assert max(report.layers) > 0 and report.layers[0] == 0.0  # embeddings are not quantized
@@ -193,9 +192,7 @@ def test_the_built_in_prompts_are_used(base):
 
 
 def refused(model, **options):
-    with pytest.raises(RequestError) as caught:
-        ask(model, **options)
-    return caught.value
+    return raised(RequestError, ask, model, **options)
 
 
 def test_an_unknown_comparison_is_refused_with_what_exists(base):

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 import trimtab
+from tests.raised import raised, refused
 from trimtab import adapter_names, demo
 from trimtab.cli import main as cli
 from trimtab.cli.chat import chat as chat_command
@@ -233,9 +234,7 @@ def test_a_conversation_is_saved_to_be_read(model, tmp_path, capsys):
     assert talked(model, QUESTION, f"/save {path}", system="Be brief.") == 0
     text = path.read_text()
     assert text.startswith(f"# {demo.BASE}\n\n*System:* Be brief.\n\n**You**\n\n{QUESTION}\n\n**base**\n\n")
-    with pytest.raises(RequestError) as caught:
-        talked(model, f"/save {tmp_path / 'none' / 'talk.md'}")
-    assert caught.value.field == "/save"
+    assert refused(talked, model, f"/save {tmp_path / 'none' / 'talk.md'}").field == "/save"
 
 
 def test_a_file_of_somebody_else_is_replaced_only_on_request(model, tmp_path, capsys):
@@ -246,9 +245,8 @@ def test_a_file_of_somebody_else_is_replaced_only_on_request(model, tmp_path, ca
     assert len(json.loads(path.read_text())["messages"]) == 2
     for name in (path, other):
         kept = name.read_bytes()
-        with pytest.raises(RequestError, match="this chat has neither saved nor loaded it") as caught:
-            talked(model, f"/save {name}")
-        assert (caught.value.field, name.read_bytes()) == ("/save", kept)
+        error = refused(talked, model, f"/save {name}", match="this chat has neither saved nor loaded it")
+        assert (error.field, name.read_bytes()) == ("/save", kept)
     assert talked(model, f"/save! {other}") == 0
     assert other.read_text().startswith("# ") and sorted(tmp_path.iterdir()) == [other, path]
 
@@ -300,9 +298,7 @@ def test_a_file_that_is_no_saved_conversation_changes_nothing(model, tmp_path, t
     ("/quit now", "/quit"), ("/save talk.txt", "/save"), ("/adapter a=/no/such", None),
 ])  # fmt: skip
 def test_a_wrong_command_is_an_error_that_a_terminal_survives(model, line, field, capsys):
-    with pytest.raises(trimtab.TrimtabError) as caught:
-        talked(model, line)
-    assert getattr(caught.value, "field", None) == field
+    assert getattr(raised(trimtab.TrimtabError, talked, model, line), "field", None) == field
     assert talked(model, line, QUESTION, is_terminal=True) == 0
     out, err = capsys.readouterr()
     assert out.strip() and "trimtab: " in err and "/save=" not in err

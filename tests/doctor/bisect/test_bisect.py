@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.raised import refused
 from trimtab.doctor.bisect.bisect import (
     Bisection,
     Change,
@@ -194,18 +195,12 @@ def test_range_is_read():
 
 @pytest.mark.parametrize("text", ["", "peft", "peft=1.0", "peft 1.0..2.0", "=1..2", "peft=..", "peft=1..", "peft=a..b"])
 def test_other_text_is_refused(text):
-    with pytest.raises(RequestError) as caught:
-        parse_range(text)
-    assert caught.value.field == "bisect"
+    assert refused(parse_range, text).field == "bisect"
 
 
 def test_unknown_package_is_refused_with_near_names():
-    with pytest.raises(RequestError) as caught:
-        parse_range("tranformers=1.0..2.0")
-    assert caught.value.near[0] == "transformers"
-    with pytest.raises(RequestError) as caught:
-        parse_range("numpy=1.0..2.0")
-    assert caught.value.allowed == PACKAGES
+    assert refused(parse_range, "tranformers=1.0..2.0").near[0] == "transformers"
+    assert refused(parse_range, "numpy=1.0..2.0").allowed == PACKAGES
 
 
 @pytest.mark.parametrize("versions", [("2.0", "1.0"), ("1.0", "1.0"), ("1.0", "1.0.0")])
@@ -345,9 +340,7 @@ def test_catalogue_ids_run_their_probe(tmp_path, monkeypatch):
 
 
 def test_unknown_case_is_refused_before_anything_is_made():
-    with pytest.raises(RequestError) as caught:
-        bisect("peft", "0.19.1", "0.21.2", case="R03_SPLIT_4BITS")
-    assert "R03_SPLIT_4BIT" in caught.value.allowed
+    assert "R03_SPLIT_4BIT" in refused(bisect, "peft", "0.19.1", "0.21.2", case="R03_SPLIT_4BITS").allowed
 
 
 def test_folders_that_are_no_model_or_adapter_are_refused_before_anything_is_made(tmp_path):
@@ -459,9 +452,7 @@ def test_without_index_and_environments_it_is_refused(tmp_path):
 
 def test_interpreter_without_pip_is_told(tmp_path):
     environments = Environments(BASE, {}, None, tmp_path, runner=lambda command, timeout_s: (1, "No module named pip"))
-    with pytest.raises(RequestError) as caught:
-        environments.releases("peft")
-    assert caught.value.hint == "python -m ensurepip"
+    assert refused(environments.releases, "peft").hint == "python -m ensurepip"
 
 
 def test_reason_is_the_error_line_without_addresses():
@@ -483,9 +474,7 @@ def test_base_is_read_from_its_interpreter():
 
     assert base.versions["torch"] == torch.__version__
     assert any(Path(folder) == Path(torch.__file__).parents[1] for folder in base.folders)
-    with pytest.raises(RequestError) as caught:
-        Base.read("/no/such/python")
-    assert caught.value.field == "python"
+    assert refused(Base.read, "/no/such/python").field == "python"
 
 
 def test_a_real_environment_imports_the_bases_torch(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.raised import raised
 from trimtab.doctor.facts import probe_kit as kits
 from trimtab.doctor.facts import tiny
 from trimtab.doctor.facts.probe_kit import EVERYWHERE, LLAMA_SPLIT, TOWERS_OFF, Kit
@@ -172,13 +173,12 @@ def test_what_transformers_says_once_is_heard_each_time():
 
 
 def test_frames_name_libraries_and_files_from_the_package_on(kit):
-    with pytest.raises(OSError) as caught:
-        kit.load(kit.folder / "empty")
-    frames = kits.frames(caught.value)
+    error = raised(OSError, kit.load, kit.folder / "empty")
+    frames = kits.frames(error)
     assert frames and {frame["library"] for frame in frames} == {"transformers"}
     assert all(frame["file"].startswith("transformers/") and frame["line"] > 0 for frame in frames)
     last = frames[-1]
-    assert kits.failure(caught.value).endswith(f" at {last['file']}:{last['line']} {last['function']}")
+    assert kits.failure(error).endswith(f" at {last['file']}:{last['line']} {last['function']}")
 
 
 def test_failure_of_an_error_without_text_or_library_says_so():

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import ROOT
+from tests.raised import refused
 from trimtab.doctor.cases.labels import LABELS
 from trimtab.doctor.facts.buckets import BUCKETS, STATES, Bucket
 from trimtab.doctor.facts.bug import Affected, Bug
@@ -135,9 +136,8 @@ def the_draft(made, name):
 
 
 def test_a_sentence_without_a_run_cannot_be_made():
-    with pytest.raises(RequestError) as caught:
-        Statement("it fails", ())
-    assert (caught.value.field, caught.value.value) == ("statement", "it fails")
+    error = refused(Statement, "it fails", ())
+    assert (error.field, error.value) == ("statement", "it fails")
     with pytest.raises(RequestError):
         Statement("it fails", ({"case": "made up"},))
     with pytest.raises(RequestError):
@@ -689,9 +689,7 @@ def test_a_message_with_a_fence_stays_inside_its_own():
 def test_what_is_personal_is_taken_out(text, wanted):
     assert clean(text) == wanted
     check_clean(wanted, what="x")
-    with pytest.raises(RequestError) as caught:
-        check_clean(text, what="x")
-    assert caught.value.field == "x"
+    assert refused(check_clean, text, what="x").field == "x"
 
 
 @pytest.mark.parametrize(
@@ -724,9 +722,7 @@ def test_a_draft_that_would_still_hold_one_is_refused(monkeypatch):
     monkeypatch.setattr(draft, "clean", lambda text: text)
     output = printed("RuntimeError", ITEM, "/home/jane/site-packages/bitsandbytes/functional.py")
     made = make([r03(), record("OK")], run_script=lambda text: came(output))
-    with pytest.raises(RequestError) as caught:
-        made.drafts[0].markdown()
-    assert caught.value.field == "bitsandbytes-quant-state-meta-item.md"
+    assert refused(made.drafts[0].markdown).field == "bitsandbytes-quant-state-meta-item.md"
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -761,9 +757,8 @@ def test_an_empty_folder_is_used_and_a_full_one_refused(tmp_path, catalogue):
     folder = tmp_path / "out"
     folder.mkdir()
     written(folder)
-    with pytest.raises(RequestError) as caught:
-        written(folder)
-    assert (caught.value.field, caught.value.value) == ("drafts", str(folder))
+    error = refused(written, folder)
+    assert (error.field, error.value) == ("drafts", str(folder))
     (folder / "peft-old.md").write_text("an old one")
     written(folder, overwrite=True)
     assert not (folder / "peft-old.md").exists() and (folder / "NOT_TO_FILE.md").exists()
@@ -799,9 +794,7 @@ def test_nothing_is_left_behind_when_writing_fails(tmp_path, catalogue, monkeypa
 
 
 def test_no_runs_no_drafts():
-    with pytest.raises(RequestError) as caught:
-        draft.make_drafts([], ENVIRONMENT, bugs=BUGS)
-    assert caught.value.field == "runs"
+    assert refused(draft.make_drafts, [], ENVIRONMENT, bugs=BUGS).field == "runs"
 
 
 def test_the_catalogue_s_own_bugs_are_read():

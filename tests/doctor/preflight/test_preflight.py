@@ -20,6 +20,7 @@ from tests import ROOT, pico
 from tests.adapter_files import pair
 from tests.adapter_files import write_adapter as write_by_hand
 from tests.machine.test_environment import read_only_environment
+from tests.raised import raised, refused
 from trimtab.adapters.patch import short_pattern
 from trimtab.cli import main as cli
 from trimtab.doctor.preflight import peft_dispatch
@@ -311,9 +312,7 @@ def test_a_map_that_forgets_modules_fails():
 
 @pytest.mark.parametrize("device_map", [{}, "auto", ["cpu"], {"a": "gpu"}, {1: "cpu"}, {"a": True}, {"a": None}])
 def test_what_is_no_map_is_refused(device_map):
-    with pytest.raises(RequestError) as caught:
-        judge(device_map=device_map)
-    assert caught.value.field == "device_map"
+    assert refused(judge, device_map=device_map).field == "device_map"
 
 
 def test_devices_as_text():
@@ -529,15 +528,11 @@ def test_adapter_names_are_ones_that_requests_take():
 def test_folder_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(CheckpointError):
         judge(tmp_path)
-    with pytest.raises(CheckpointError) as caught:
-        judge(STYLE)
-    assert "is an adapter" in str(caught.value)
+    assert "is an adapter" in str(raised(CheckpointError, judge, STYLE))
 
 
 def test_folder_that_is_no_adapter_is_refused(tmp_path):
-    with pytest.raises(AdapterError) as caught:
-        judge(adapter=tmp_path)
-    assert caught.value.path == str(tmp_path)
+    assert raised(AdapterError, judge, adapter=tmp_path).path == str(tmp_path)
 
 
 def test_shape_comes_back_equal_from_json():
@@ -571,9 +566,8 @@ def test_errors_of_another_process_are_ours(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shape_module, "run_inside", here)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_type"}))
-    with pytest.raises(CheckpointError) as caught:
-        read_shape(tmp_path, {}, quant="nf4-dq", dtype="bfloat16", python=sys.executable)
-    assert caught.value.path == str(tmp_path) and "no_such_type" in str(caught.value)
+    error = raised(CheckpointError, read_shape, tmp_path, {}, quant="nf4-dq", dtype="bfloat16", python=sys.executable)
+    assert error.path == str(tmp_path) and "no_such_type" in str(error)
 
 
 def test_judgement_is_json_and_text():

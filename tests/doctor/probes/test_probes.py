@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.raised import refused
 from tests.rules import each
 from tests.upstream.expected import EXPECTED, SETS, expected_states, set_of
 from tools import upstream_table
 from trimtab.doctor.facts.bug import NOT_APPLICABLE, UNKNOWN, Affected, Bug, Seen
 from trimtab.doctor.probes.runner import Verdict, probes_document, read_catalogue, run_probes
-from trimtab.errors import RequestError
 from trimtab.report.render import Lines
 
 CATALOGUE = read_catalogue()
@@ -154,15 +154,12 @@ def test_progress_counts_every_verdict(tmp_path):
 
 
 def test_unknown_id_is_refused_with_near_ones():
-    with pytest.raises(RequestError) as caught:
-        run_probes(ids=["A11"])
-    assert (caught.value.field, caught.value.value) == ("ids", "A11") and "A1" in caught.value.allowed
+    error = refused(run_probes, ids=["A11"])
+    assert (error.field, error.value) == ("ids", "A11") and "A1" in error.allowed
 
 
 def test_interpreter_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(RequestError) as caught:
-        run_probes(python=tmp_path / "python", ids=["A1"])
-    assert caught.value.field == "python"
+    assert refused(run_probes, python=tmp_path / "python", ids=["A1"]).field == "python"
 
 
 def test_interpreter_may_be_named_from_the_current_folder(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tests import ROOT
+from tests.raised import refused
 from tests.rules import each
 from tools import score_traces
 from trimtab.cli import main as cli
@@ -23,7 +24,6 @@ from trimtab.doctor.traces.likeness import MOST_LISTED, index_of, reported_as, t
 from trimtab.doctor.traces.reading import MOST_BYTES, MOST_LINE_CHARS, MOST_LINES, read_paste
 from trimtab.doctor.traces.reported import REPORTED
 from trimtab.doctor.traces.signatures import plain_message
-from trimtab.errors import RequestError
 from trimtab.report.render import Lines
 
 ENTRIES = score_traces.entries()
@@ -326,9 +326,7 @@ def test_size_is_limited_before_anything_is_read(text, unit):
     if not unit:
         assert label_of(text) == UNKNOWN
         return
-    with pytest.raises(RequestError, match=unit) as refused:
-        diagnose(text)
-    assert refused.value.field == "--trace"
+    assert refused(diagnose, text, match=unit).field == "--trace"
 
 
 @pytest.mark.parametrize("text", [

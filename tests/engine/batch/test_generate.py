@@ -20,6 +20,7 @@ from tokenizers import decoders, models
 
 import trimtab
 from tests import pico, stock, talking
+from tests.raised import refused
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.generate import AnswerText, Detokenizer, Generation, TokenTexts, hidden_ids
 from trimtab.engine.batch.request import AnswerPenalties, Sampler
@@ -126,9 +127,7 @@ def test_at_the_ends_of_every_range_a_token_is_sampled(options, penalty, dtype):
 def test_a_temperature_is_refused_with_the_end_of_the_range_that_it_passes():
     # A server has a lower most temperature: the least one alone holds for everybody.
     for value, words in ((1e-38, "must be 0 (greedy) or at least 1e-06"), (101, "must be at most 100")):
-        with pytest.raises(RequestError) as caught:
-            GenerateRequest(temperature=value)
-        assert str(caught.value) == f"temperature={value!r}: {words}"
+        assert str(refused(GenerateRequest, temperature=value)) == f"temperature={value!r}: {words}"
 
 
 def test_a_repetition_penalty_changes_a_repeating_answer(model, stock_model):
@@ -185,9 +184,8 @@ def test_rows_and_stocks_generation_take_the_same_penalties(model, options):
 
 
 def test_a_bias_of_a_token_that_the_model_has_not_is_refused(model):
-    with pytest.raises(RequestError, match="token ids are below") as caught:
-        model.answer("Hello", max_new_tokens=2, logit_bias={10**6: 1.0})
-    assert caught.value.field == "logit_bias"
+    error = refused(model.answer, "Hello", max_new_tokens=2, logit_bias={10**6: 1.0}, match="token ids are below")
+    assert error.field == "logit_bias"
 
 
 # Rows, whose steps a GPU captures: they read a fixed number of places, so that sums are cut up another way than stock's.
@@ -321,9 +319,8 @@ def test_text_that_waits_for_the_rest_of_a_stop_text_is_given_out_at_the_end(mod
 
 def test_a_prompt_that_is_too_long_is_refused_before_any_work(model, monkeypatch):
     monkeypatch.setattr(type(model.hf_model), "forward", lambda *a, **k: pytest.fail("work was done"))
-    with pytest.raises(RequestError, match="more than the context of 512") as caught:
-        model.generate("Hello", max_new_tokens=510)
-    assert caught.value.field == "prompt"
+    error = refused(model.generate, "Hello", max_new_tokens=510, match="more than the context of 512")
+    assert error.field == "prompt"
 
 
 def test_an_answer_without_a_given_length_has_what_the_prompt_leaves(model):

@@ -8,6 +8,7 @@ import torch
 import trimtab
 from tests.adapter_files import pair, write_adapter
 from tests.anatomies import small
+from tests.raised import refused
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batched_lora.expert_table import ExpertSlots
 from trimtab.engine.batched_lora.table import RANK_STEP, AdapterSlots
@@ -91,9 +92,7 @@ def test_the_slot_used_longest_ago_is_given_away_and_never_one_in_use(model):
     assert slots.row_slots.tolist() == [0] and not torch.equal(first, slots._table["A_ptr"])
     slots.set_rows(["style"])
     assert torch.equal(first, slots._table["A_ptr"])
-    with pytest.raises(RequestError) as caught:
-        slots_of(model, rows=2, slots=1)
-    assert caught.value.field == "slots"
+    assert refused(slots_of, model, rows=2, slots=1).field == "slots"
 
 
 def test_an_adapter_that_is_loaded_again_gets_its_new_addresses(model):

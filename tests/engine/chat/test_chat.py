@@ -11,6 +11,7 @@ import transformers
 
 import trimtab
 from tests import talking
+from tests.raised import refused
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.loader import processor as hf_processor
 from trimtab.engine.loader.processor import check_named_ids
@@ -121,9 +122,7 @@ def test_a_system_text_comes_first(model):
     ([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], {"system": "c"}, "system"),
 ])  # fmt: skip
 def test_what_is_no_question_is_refused(model, prompt, options, field):
-    with pytest.raises(RequestError) as caught:
-        model.prepare(prompt, **options)
-    assert caught.value.field == field
+    assert refused(model.prepare, prompt, **options).field == field
 
 
 def test_a_message_that_only_shows_something_is_a_prompt(model):
@@ -143,9 +142,7 @@ def test_a_modality_that_the_model_lacks_is_refused(llama):
 def test_a_tokenizer_alone_is_enough_for_text(llama):
     ids = llama.prepare("Hello there").token_ids
     assert ids[0] == 2 and llama.processor.decode(ids, skip_special_tokens=True) == "Hello there"
-    with pytest.raises(RequestError, match="no chat template") as caught:
-        llama.prepare("Hello", system="Be brief")
-    assert caught.value.field == "system"
+    assert refused(llama.prepare, "Hello", system="Be brief", match="no chat template").field == "system"
 
 
 def test_template_arguments_pass_through(tmp_path):
@@ -299,6 +296,4 @@ def test_an_added_token_without_a_row_is_refused_where_a_prompt_has_it(tmp_path)
 def test_a_prompt_of_which_the_tokenizer_knows_nothing_is_refused(tmp_path):
     with loaded_with(word_tokenizer(["Hello"]), tmp_path / "poor") as loaded:
         assert loaded.prepare("Hello you").token_ids == (3, 0)
-        with pytest.raises(RequestError, match="every token is <unk>") as caught:
-            loaded.prepare("Guten Tag")
-        assert caught.value.field == "prompt"
+        assert refused(loaded.prepare, "Guten Tag", match="every token is <unk>").field == "prompt"

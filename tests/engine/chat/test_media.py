@@ -11,6 +11,7 @@ import soundfile
 from PIL import Image, ImageOps
 
 from tests import talking
+from tests.raised import refused
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.chat import media
 from trimtab.engine.chat.media import SAMPLE_RATE, LowDetail, read_audio, read_image
@@ -58,9 +59,7 @@ def test_an_image_is_turned_once_and_as_pillow_turns_it(orientation, kind):
     (17, "not a path"), (b"GIF89a" + bytes(40), "supported format"),
 ])  # fmt: skip
 def test_what_is_no_picture_is_refused(source, words):
-    with pytest.raises(RequestError, match=words) as caught:
-        read_image(source)
-    assert caught.value.field == "image"
+    assert refused(read_image, source, match=words).field == "image"
 
 
 @pytest.mark.parametrize(
@@ -136,10 +135,8 @@ def test_ogg_and_mp3_are_read_where_libsndfile_can(form, tmp_path):
 
 def test_what_a_decoder_says_is_one_line_without_an_address():
     for data in (b"\0\0\0\x18ftypM4A " + bytes(100), b"ID3\4" + bytes(60), b"OggS" + bytes(60)):
-        with pytest.raises(RequestError, match="cannot be decoded") as caught:
-            read_audio(data)
-        assert "0x" not in str(caught.value) and "\n" not in str(caught.value)
-        assert caught.value.allowed == ("wav", "flac", "ogg", "mp3")
+        error = refused(read_audio, data, match="cannot be decoded")
+        assert "0x" not in str(error) and "\n" not in str(error) and error.allowed == ("wav", "flac", "ogg", "mp3")
 
 
 def test_samples_are_taken_as_they_are():
@@ -155,9 +152,7 @@ def test_samples_are_taken_as_they_are():
     ([0.0, 0.1], "not a path"), (3.5, "not a path"), (talking.wav(form="AIFF"), "AIFF"),
 ])  # fmt: skip
 def test_what_is_no_sound_is_refused(source, words):
-    with pytest.raises(RequestError, match=words) as caught:
-        read_audio(source)
-    assert caught.value.field == "audio"
+    assert refused(read_audio, source, match=words).field == "audio"
 
 
 def test_a_sound_that_is_too_long_is_refused():

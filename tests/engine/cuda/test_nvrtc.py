@@ -8,6 +8,7 @@ import torch
 
 from tests.cuda_on_cpu.machine_code import machine_code
 from tests.long_runs import halved
+from tests.raised import raised
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.kernels import dequantize, gemm4, layouts
@@ -136,9 +137,7 @@ def test_the_cpu_says_why_it_runs_no_kernels():
     assert nvrtc.why_not("cpu") == "cpu is not a CUDA device"
     if not torch.cuda.is_available():
         assert nvrtc.why_not("cuda:0") == "torch has no CUDA here"
-    with pytest.raises(DeviceError) as caught:
-        nvrtc.Module(SOURCE, device="cpu")
-    assert caught.value.device == "cpu"
+    assert raised(DeviceError, nvrtc.Module, SOURCE, device="cpu").device == "cpu"
 
 
 def test_every_kind_of_argument_has_its_c_type():
@@ -168,9 +167,8 @@ def test_a_source_becomes_machine_code(compiler, kept):
 
 
 def test_a_source_that_does_not_compile_gives_the_compilers_words(compiler):
-    with pytest.raises(DeviceError) as caught:
-        compiler.compile("void f() { undeclared(); }", "sm_90", name="broken.cu")
-    assert "broken.cu does not compile for sm_90" in str(caught.value) and "undeclared" in str(caught.value)
+    error = raised(DeviceError, compiler.compile, "void f() { undeclared(); }", "sm_90", name="broken.cu")
+    assert "broken.cu does not compile for sm_90" in str(error) and "undeclared" in str(error)
 
 
 def test_a_card_newer_than_the_compiler_gets_portable_code(compiler):

@@ -20,6 +20,7 @@ import trimtab
 from tests import pico, stock, talking, talking_families
 from tests.cuda_on_cpu.machine_code import machine_code
 from tests.long_runs import crossed, slow_on_cpu
+from tests.raised import raised, refused
 from trimtab import api
 from trimtab.cli import main as cli
 from trimtab.engine import float16_check
@@ -35,7 +36,7 @@ from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.loader import load
 from trimtab.engine.loader import pieces as loaded_pieces
 from trimtab.engine.tiers.reader import Reader
-from trimtab.errors import CheckpointError, DeviceError, RequestError
+from trimtab.errors import CheckpointError, DeviceError
 from trimtab.planning import Plan
 from trimtab.planning.values.byte_sizes import choose_dtype
 from trimtab.request import LoadRequest
@@ -135,9 +136,8 @@ def test_a_type_and_a_mode_that_are_asked_for_are_named_with_their_cost_and_the_
     assert cli.main(["plan", str(llama), "--card", "T4", "--dtype", "bfloat16", "--context", "64"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "type bfloat16: requested; bfloat16 is emulated on compute capability 7.5" in shown
-    with pytest.raises(RequestError) as caught:
-        api.plan(llama, card="T4", decode="fused", context=64)
-    assert caught.value.field == "decode" and caught.value.allowed == ("auto", "eager", "graph")
+    error = refused(api.plan, llama, card="T4", decode="fused", context=64)
+    assert error.field == "decode" and error.allowed == ("auto", "eager", "graph")
 
 
 @pytest.mark.parametrize("device", [{"card": "T4"}, {"card": "RTX 4060 8GB"}, {"device": "cpu"}])
@@ -301,9 +301,7 @@ def test_a_model_whose_activations_do_not_survive_is_refused_with_the_type_to_ta
     with loaded(llama, "float16", "chosen") as model:
         norm = model.hf_model.get_decoder().layers[0].post_attention_layernorm
         norm.weight.data.fill_(6e4)
-        with pytest.raises(DeviceError, match="float16 holds 65504") as caught:
-            float16_check.check(model)
-        assert "dtype='float32'" in caught.value.hint
+        assert "dtype='float32'" in raised(DeviceError, float16_check.check, model, match="float16 holds 65504").hint
     monkeypatch.setattr(float16_check, "HEADROOM", 1e-9)
     with pytest.raises(DeviceError, match="float16 holds"):
         loaded(llama, "float16", "chosen")
@@ -368,9 +366,8 @@ def test_a_tower_whose_activations_do_not_survive_is_refused_and_named(medium, t
         norm = next(module for module in part.modules() if "Norm" in type(module).__name__ and hasattr(module, "weight"))
         with torch.no_grad():
             norm.weight.fill_(6e4)
-        with pytest.raises(DeviceError, match=rf"in {tower}\.\S+ \({medium}\), float16 holds") as caught:
-            float16_check.check(model)
-        assert caught.value.hint == f"Plan again with dtype='float32', or with {flag}"
+        error = raised(DeviceError, float16_check.check, model, match=rf"in {tower}\.\S+ \({medium}\), float16 holds")
+        assert error.hint == f"Plan again with dtype='float32', or with {flag}"
 
 
 @pytest.mark.parametrize(("context", "side"), [(64, 64), (40, 32), (30, None)])

@@ -13,6 +13,7 @@ import torch
 import trimtab
 from tests import long_runs, pico
 from tests.lent import lent
+from tests.raised import refused
 from tests.replays import Again, standing_in
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
@@ -127,9 +128,8 @@ ASKED = [
 
 
 def test_an_unknown_way_to_decode_is_refused(model):
-    with pytest.raises(RequestError) as caught:
-        Batch(model, rows=1, decode="fast")
-    assert caught.value.field == "decode" and "graph" in caught.value.allowed
+    error = refused(Batch, model, rows=1, decode="fast")
+    assert error.field == "decode" and "graph" in error.allowed
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")

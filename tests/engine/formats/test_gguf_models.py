@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import trimtab
 from tests import gguf_files, gguf_towers, pico, stock
 from tests.long_runs import slow_on_cpu
+from tests.raised import raised
 from trimtab.checkpoint.folder import find_folder, read_checkpoint
 from trimtab.engine.formats import weights
 from trimtab.engine.layers.leaves import PackedTable, ResidentLeaf
@@ -225,9 +226,7 @@ def test_a_plan_knows_the_files_that_were_given(tmp_path):
     shutil.rmtree(find_folder(file).parent)  # the cache's folder is made again
     trimtab.load(plan).close()
     os.utime(file, (1, 1))
-    with pytest.raises(CheckpointError, match="tiny-q8_0.gguf") as told:
-        trimtab.load(plan)
-    assert told.value.path == str(file)
+    assert raised(CheckpointError, trimtab.load, plan, match="tiny-q8_0.gguf").path == str(file)
 
 
 TEXTS = ("hello world hello", "ähnlich 123 <|im_end|>\n\n  x", " hello", "")

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trimtab
 from tests import pico, stock
+from tests.raised import raised
 from trimtab.engine.formats import bitsandbytes as quant
 from trimtab.engine.formats import weights
 from trimtab.engine.formats.bitsandbytes import quantize, without_compiler, without_hub_kernels
@@ -38,9 +39,8 @@ def test_a_format_that_the_machine_cannot_make_is_a_device_error(kind, name, mon
 
     monkeypatch.setattr(quant, name, fail, raising=False)
     monkeypatch.setattr(quant.bnb.functional, name, fail)
-    with pytest.raises(DeviceError, match=r"cannot quantize to .* \(no kernel image") as caught:
-        quant.quantize(torch.ones(64, 64), kind)
-    assert caught.value.device == "cpu"
+    error = raised(DeviceError, quant.quantize, torch.ones(64, 64), kind, match=r"cannot quantize to .* \(no kernel image")
+    assert error.device == "cpu"
 
 
 def test_a_packed_checkpoint_is_never_packed_again(tmp_path):

@@ -32,6 +32,7 @@ from tests.engine.batch.test_company import (
 from tests.engine.decode.test_graphs import replayed  # noqa: F401
 from tests.engine.kv.kv8_reference import RoundedCache, greedy, rounded
 from tests.planning.values.test_execution import E4B, H200, card
+from tests.raised import refused
 from trimtab.api import plan_request
 from trimtab.checkpoint.anatomy import KVLayer
 from trimtab.cli.main import main
@@ -436,9 +437,8 @@ def needs(anatomy, kv):
 def test_it_is_asked_for_by_name_and_never_chosen(tmp_path):
     folder = pico.build("llama", tmp_path)
     assert LoadRequest(model="x").kv == "full" and trimtab.plan(folder, device="cpu").request.kv == "full"
-    with pytest.raises(RequestError) as caught:
-        LoadRequest(model="x", kv="int4")
-    assert caught.value.field == "kv" and caught.value.allowed == ("full", "int8")
+    error = refused(LoadRequest, model="x", kv="int4")
+    assert error.field == "kv" and error.allowed == ("full", "int8")
 
 
 def test_layers_that_keep_another_state_are_refused_by_name(tmp_path, monkeypatch):
@@ -449,9 +449,8 @@ def test_layers_that_keep_another_state_are_refused_by_name(tmp_path, monkeypatc
     config = Qwen3NextConfig(**text, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
     anatomy = config_only(tmp_path / "next", config, "Qwen3NextForCausalLM")
     check_kv("full", anatomy)
-    with pytest.raises(RequestError, match="layer 0 keeps a Linear") as caught:
-        check_kv("int8", anatomy)
-    assert caught.value.field == "kv" and caught.value.allowed == ("full",)
+    error = refused(check_kv, "int8", anatomy, match="layer 0 keeps a Linear")
+    assert error.field == "kv" and error.allowed == ("full",)
     monkeypatch.setattr(hf_slots, "why_not", lambda hf_model: "layer 0 keeps a MambaLayer")
     with pytest.raises(RequestError, match="8-bit keys and values of LlamaForCausalLM: layer 0 keeps a MambaLayer"):
         planned(pico.build("llama", tmp_path), quant="nf4")

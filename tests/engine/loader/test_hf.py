@@ -20,6 +20,7 @@ from transformers import initialization
 
 from tests import pico, stock
 from tests.long_runs import crossed
+from tests.raised import raised
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.demo.demo import FOLDER
 from trimtab.engine.loader import processor as hf_processor
@@ -450,9 +451,7 @@ def test_a_folder_without_a_tokenizer_or_processor_says_so(built, tmp_path):
 def test_a_broken_generation_config_is_refused(tmp_path):
     folder = pico.build("llama", tmp_path)
     (folder / "generation_config.json").write_text("{")
-    with pytest.raises(CheckpointError) as caught:
-        hf.read_generation_config(folder)
-    assert caught.value.path.endswith("generation_config.json")
+    assert raised(CheckpointError, hf.read_generation_config, folder).path.endswith("generation_config.json")
 
 
 class CountedTokenizer:

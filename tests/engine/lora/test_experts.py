@@ -20,6 +20,7 @@ from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
 from tests.long_runs import halved
 from tests.merged_models import load
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
+from tests.raised import raised
 from trimtab.errors import AdapterError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -393,9 +394,8 @@ def test_pairs_of_all_experts_that_fit_no_layout_are_refused(work: tuple[Path, P
 
     def problems(name: str, change: Any) -> list[str]:
         folder = rewritten(tmp_path / "one", tmp_path / name, lambda tensors: change(apart()(tensors)), target_modules="all-linear")
-        with pytest.raises(AdapterError) as caught:
-            trimtab.plan(work[0], adapters={"x": str(folder)}, quant="none", device="cpu")
-        return list(caught.value.problems)
+        error = raised(AdapterError, trimtab.plan, work[0], adapters={"x": str(folder)}, quant="none", device="cpu")
+        return list(error.problems)
 
     more = problems("eight", lambda tensors: {key: torch.cat([value, value]) for key, value in tensors.items()})
     assert len(more) == 6 and all(one.endswith("it was made for 8 experts, the model has 4") for one in more)
@@ -408,9 +408,7 @@ def test_pairs_of_all_experts_that_fit_no_layout_are_refused(work: tuple[Path, P
 def test_experts_without_a_pair_that_target_modules_names_are_refused(work: tuple[Path, Path, Path], tmp_path: Path) -> None:
     single_adapter(work[0], tmp_path / "one", 1)
     fewer = rewritten(tmp_path / "one", tmp_path / "fewer", target_modules=["w1", "w2", "w3"])
-    with pytest.raises(AdapterError) as caught:
-        trimtab.plan(work[0], adapters={"x": str(fewer)}, quant="none", device="cpu")
-    (problem,) = caught.value.problems
+    (problem,) = raised(AdapterError, trimtab.plan, work[0], adapters={"x": str(fewer)}, quant="none", device="cpu").problems
     assert problem.startswith("6 layers of experts have no pair") and all(f"experts.2.w{n}" in problem for n in "123")
     named = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     fewer = rewritten(tmp_path / "one", tmp_path / "named by stacks", **named)
@@ -422,7 +420,6 @@ def test_experts_without_a_pair_that_target_modules_names_are_refused(work: tupl
 def test_lora_on_experts_that_are_also_saved_is_refused(saved: tuple[str], work: tuple[Path, Path, Path], tmp_path: Path) -> None:
     single_adapter(work[0], tmp_path / "one", 1)
     both = rewritten(work[1] if saved == ("experts",) else tmp_path / "one", tmp_path / "both", modules_to_save=[*saved])
-    with pytest.raises(AdapterError) as caught:
-        trimtab.plan(work[0], adapters={"x": str(both)}, quant="none", device="cpu")
-    told = [problem for problem in caught.value.problems if "LoRA on experts that modules_to_save replaces" in problem]
+    error = raised(AdapterError, trimtab.plan, work[0], adapters={"x": str(both)}, quant="none", device="cpu")
+    told = [problem for problem in error.problems if "LoRA on experts that modules_to_save replaces" in problem]
     assert len(told) == 2 and all(saved[0] in problem for problem in told)

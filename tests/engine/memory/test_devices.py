@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
+from tests.raised import refused
 from trimtab.engine.memory import rates as devices
-from trimtab.errors import RequestError
 from trimtab.machine import machine_cache, memory
 from trimtab.planning import Rates
 from trimtab.process import user_cache as own_folder
@@ -35,10 +35,8 @@ def test_devices_are_named_with_their_number(asked, found, monkeypatch):
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(RequestError) as caught:
-        devices.resolve_device("cuda:2")
-    assert (caught.value.field, caught.value.value) == ("device", "cuda:2")
-    assert caught.value.allowed == ("auto", "cpu", "cuda:0", "cuda:1")
+    error = refused(devices.resolve_device, "cuda:2")
+    assert (error.field, error.value) == ("device", "cuda:2") and error.allowed == ("auto", "cpu", "cuda:0", "cuda:1")
 
 
 def test_a_machine_without_gpu_has_host_memory_only():
@@ -134,9 +132,8 @@ def test_the_spill_folder_is_the_one_asked_for_and_its_disk_is_measured(tmp_path
 
 def test_a_disk_that_does_not_exist_is_refused(monkeypatch):
     monkeypatch.setattr(memory.Path, "exists", lambda self: False)
-    with pytest.raises(RequestError) as caught:
-        memory.disk_free_bytes("E:/spill")
-    assert (caught.value.field, caught.value.value) == ("offload_dir", "E:/spill")
+    error = refused(memory.disk_free_bytes, "E:/spill")
+    assert (error.field, error.value) == ("offload_dir", "E:/spill")
 
 
 # Rates ----------------------------------------------------------------------------------------------------------------

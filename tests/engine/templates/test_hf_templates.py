@@ -13,6 +13,7 @@ from transformers.utils import chat_template_utils
 
 import trimtab
 from tests import talking, talking_families, tool_templates
+from tests.raised import raised
 from trimtab.engine.chat.answer_forms import form_of
 from trimtab.engine.templates import costs as template_costs
 from trimtab.engine.templates.budget import render
@@ -99,9 +100,8 @@ def test_a_template_writes_what_transformers_writes(tokenizer, tmp_path, name, m
     try:
         expected = stock(template, messages, tools)
     except (TemplateError, TypeError) as exc:
-        with pytest.raises(type(exc)) as found:
-            render(tokenizer, messages, tmp_path, tools=tools, add_generation_prompt=True)
-        assert str(found.value) == str(exc)
+        error = raised(type(exc), render, tokenizer, messages, tmp_path, tools=tools, add_generation_prompt=True)
+        assert str(error) == str(exc)
     else:
         assert render(tokenizer, messages, tmp_path, tools=tools, add_generation_prompt=True) == expected
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.raised import raised
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import CodeTables, Packed, keep
 from trimtab.engine.formats.weights import dequantize, shell
@@ -245,9 +246,7 @@ def test_a_full_disk_is_a_device_error(tmp_path, monkeypatch):
 
     spill._file.close()
     spill._file = Full()
-    with pytest.raises(DeviceError, match="No space left") as caught:
-        spill.append(torch.zeros(16, dtype=torch.uint8))
-    assert caught.value.device == "disk"
+    assert raised(DeviceError, spill.append, torch.zeros(16, dtype=torch.uint8), match="No space left").device == "disk"
 
 
 @pytest.mark.parametrize("quant", QUANTS)

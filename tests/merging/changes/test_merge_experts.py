@@ -15,6 +15,7 @@ from torch import Tensor
 from tests import pico
 from tests.long_runs import crossed
 from tests.merged_models import load, peft_merged, state_of, tensors_of
+from tests.raised import raised
 from trimtab.engine.loader.tracing import Expression, Trace
 from trimtab.errors import AdapterError
 from trimtab.merging import merge
@@ -78,10 +79,9 @@ def test_pairs_of_another_stack_are_refused_all_at_once(tmp_path: Path) -> None:
     found[f"{stem}.lora_A.weight"] = torch.zeros(9, 128)
     del found[f"{stem}.base_layer.lora_B.weight"]
     save_file(found, adapter / "adapter_model.safetensors")
-    with pytest.raises(AdapterError) as caught:
-        merge(base, tmp_path / "out", adapters={"a": adapter})
-    words = "\n".join(caught.value.problems)
-    assert len(caught.value.problems) == 2
+    error = raised(AdapterError, merge, base, tmp_path / "out", adapters={"a": adapter})
+    words = "\n".join(error.problems)
+    assert len(error.problems) == 2
     assert "lora_A or lora_B of gate_up_proj is missing" in words and "has pairs of [9, 128]" in words
 
 
@@ -160,11 +160,9 @@ def test_a_parameter_without_a_way_back_is_refused_before_anything_is_written(
     base = pico.build("llama", tmp_path / "base")
     adapter = pico.adapter(base, tmp_path / "adapter")
     remade(monkeypatch, torch.mul, 2)
-    with pytest.raises(AdapterError) as caught:
-        merge(base, tmp_path / "out", adapters={"a": adapter})
-    assert len(caught.value.problems) == 2
-    assert "model.layers.0.self_attn.q_proj.weight is made of" in caught.value.problems[0]
-    assert "mul" in caught.value.problems[0]
+    error = raised(AdapterError, merge, base, tmp_path / "out", adapters={"a": adapter})
+    assert len(error.problems) == 2 and "model.layers.0.self_attn.q_proj.weight is made of" in error.problems[0]
+    assert "mul" in error.problems[0]
     assert not (tmp_path / "out").exists()
 
 

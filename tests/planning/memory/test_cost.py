@@ -12,6 +12,7 @@ from tests.engine.prefill.test_prefill import eager, ids
 from tests.engine.prefill.test_prefix_cache import answer, scores
 from tests.lent import lent
 from tests.long_runs import crossed
+from tests.raised import raised
 from trimtab.checkpoint.anatomy import KVLayer
 from trimtab.cli.commands.serve import configured, served_models, settings_of
 from trimtab.cli.main import main, parser
@@ -57,9 +58,8 @@ def test_experts_are_counted_whole():
 
 
 def test_an_unknown_format_is_refused():
-    with pytest.raises(RequestError, match="no format of weights") as refused:
-        packed_parts((2, 2), "nf5", "bfloat16")
-    assert (refused.value.field, refused.value.value) == ("quant", "nf5")
+    error = raised(RequestError, packed_parts, (2, 2), "nf5", "bfloat16", match="no format of weights")
+    assert (error.field, error.value) == ("quant", "nf5")
 
 
 @pytest.mark.parametrize("quant", ["nf4", "nf4-dq", "fp4", "int8"])
@@ -273,18 +273,14 @@ def test_the_planned_pages_are_those_of_the_runtime_and_the_least_cache_is_one_t
 
 def test_a_cache_that_no_prompt_could_resume_from_is_refused_by_the_plan(tmp_path, capsys):
     base = pico.build("gemma3", tmp_path)
-    with pytest.raises(RequestError) as caught:
-        trimtab.plan(base, **OPTIONS, prefix_cache=4096)
-    error = caught.value
+    error = raised(RequestError, trimtab.plan, base, prefix_cache=4096, **OPTIONS)
     assert error.field == "prefix_cache" and error.value == 4096 and "a snapshot of sliding or recurrent layers" in str(error)
     least = int(error.reason.split("at least ")[1].split()[0])
     assert trimtab.plan(base, **OPTIONS, prefix_cache=least).host["prefix_cache"] == least
     assert main(["plan", str(base), "--quant", "none", "--device", "cpu", "--context", "160", "--prefix-cache", "4096B"]) == 2
     assert "--prefix-cache 4096: must be at least" in capsys.readouterr().err
     plain = pico.build("llama", tmp_path / "plain")
-    with pytest.raises(RequestError) as caught:
-        trimtab.plan(plain, **OPTIONS, prefix_cache=4096)
-    assert "snapshot" not in str(caught.value)
+    assert "snapshot" not in str(raised(RequestError, trimtab.plan, plain, prefix_cache=4096, **OPTIONS))
 
 
 def test_sizes_of_known_models_by_hand():
@@ -300,9 +296,8 @@ def test_a_plan_says_how_much_of_a_prompt_a_small_cache_holds(tmp_path):
     base = pico.build("gemma3", tmp_path)
     kv_layers = trimtab.plan(base, **OPTIONS)
     assert kv_layers.prefix_reason == "" and "prefix cache" not in str(kv_layers)
-    with pytest.raises(RequestError) as caught:
-        trimtab.plan(base, **OPTIONS, prefix_cache=4096)
-    least = int(caught.value.reason.split("at least ")[1].split()[0])
+    error = raised(RequestError, trimtab.plan, base, prefix_cache=4096, **OPTIONS)
+    least = int(error.reason.split("at least ")[1].split()[0])
     small = trimtab.plan(base, **OPTIONS, prefix_cache=least)
     assert f"hold {BLOCK_TOKENS} tokens of one prompt; a prompt that fills the context of 160" in small.prefix_reason
     assert f"prefix cache  {small.prefix_reason}" in str(small) and "prefix cache  " in Lines(WIDTH).show(small.document())
@@ -335,9 +330,7 @@ def test_a_chat_goes_on_without_its_default_cache_where_that_is_too_small(monkey
 
 
 def refused(call):
-    with pytest.raises(TrimtabError) as caught:
-        call()
-    error = caught.value
+    error = raised(TrimtabError, call)
     assert isinstance(error, RequestError) and "has no effect" in str(error) and error.hint
     return error.field
 

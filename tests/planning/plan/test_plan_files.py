@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.planning.values.test_execution import plan
+from tests.raised import raised, refused
 from tests.rules import each
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning import Plan
@@ -100,10 +101,9 @@ def test_a_value_of_another_kind_is_never_taken(path):
 def test_another_version_is_named_before_anything_else(version, tmp_path):
     file = tmp_path / "plan.json"
     file.write_text(json.dumps({"version": version}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="another release wrote this plan") as caught:
-        Plan.load(file)
-    assert str(file) in str(caught.value) and (caught.value.field, caught.value.value) == ("plan.version", version)
-    assert caught.value.allowed == (str(PLAN_VERSION),)
+    error = raised(CheckpointError, Plan.load, file, match="another release wrote this plan")
+    assert str(file) in str(error) and (error.field, error.value) == ("plan.version", version)
+    assert error.allowed == (str(PLAN_VERSION),)
 
 
 def test_cards_of_a_file_are_checked_too():
@@ -125,14 +125,11 @@ def test_a_plan_in_a_format_that_is_none_is_refused():
 def test_an_adapter_without_its_bytes_or_its_stamps_is_refused(name, named):
     """Its memory would not be counted, and a changed file would load."""
     values = {**WHOLE, name: dict.fromkeys(named, WHOLE[name]["a"])}
-    with pytest.raises(RequestError) as caught:
-        Plan.from_json(values)
-    assert caught.value.field == f"plan.{name}" and caught.value.allowed == ("a",)
+    error = refused(Plan.from_json, values)
+    assert error.field == f"plan.{name}" and error.allowed == ("a",)
 
 
 @pytest.mark.parametrize("text", ['{"a": ' * 3000 + "1" + "}" * 3000, "[" * 3000 + "]" * 3000, '{"version": ' + "9" * 5000 + "}"])
 def test_a_plan_file_that_python_cannot_parse_is_a_checkpoint_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(CheckpointError, match="not JSON") as caught:
-        Plan.load(tmp_path / "plan.json")
-    assert caught.value.path == str(tmp_path / "plan.json")
+    assert raised(CheckpointError, Plan.load, tmp_path / "plan.json", match="not JSON").path == str(tmp_path / "plan.json")

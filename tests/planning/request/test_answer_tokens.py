@@ -7,6 +7,7 @@ import pytest
 import trimtab
 from tests.cli.test_vocabulary import BASE
 from tests.planning.values.test_execution import off_device, plan
+from tests.raised import raised, refused
 from trimtab.cli import main as cli
 from trimtab.cli.commands import bench as bench_command
 from trimtab.cli.commands import plan_run as line
@@ -67,9 +68,8 @@ def test_a_length_that_is_no_positive_integer_is_refused_by_name(value):
 
 def test_a_length_may_be_a_text_of_a_number():
     assert trimtab.plan(BASE, device="cpu", answer_tokens="256").answer_tokens == 256
-    with pytest.raises(RequestError, match="is not a number of tokens") as caught:
-        trimtab.plan(BASE, device="cpu", answer_tokens="many")
-    assert (caught.value.field, caught.value.value) == ("answer_tokens", "many")
+    error = refused(trimtab.plan, BASE, device="cpu", answer_tokens="many", match="is not a number of tokens")
+    assert (error.field, error.value) == ("answer_tokens", "many")
 
 
 def test_it_is_in_the_table_and_in_a_saved_plan(tmp_path):
@@ -84,9 +84,7 @@ def test_it_is_in_the_table_and_in_a_saved_plan(tmp_path):
 def test_a_plan_without_it_is_refused_as_one_without_any_other_field(tmp_path):
     values = trimtab.plan(BASE, device="cpu").to_json()
     del values["request"]["answer_tokens"]
-    with pytest.raises(RequestError, match="is missing") as caught:
-        Plan.from_json(values)
-    assert caught.value.field == "plan.request.answer_tokens"
+    assert refused(Plan.from_json, values, match="is missing").field == "plan.request.answer_tokens"
 
 
 class Asked(Exception):
@@ -104,9 +102,7 @@ def asked(monkeypatch):
 
     def call(*words) -> LoadRequest:
         options = cli.parser().parse_args([str(word) for word in words])
-        with pytest.raises(Asked) as caught:
-            {"plan": line.run_plan, "run": line.run_run}[options.name_of_command](options)
-        return caught.value.args[0]
+        return raised(Asked, {"plan": line.run_plan, "run": line.run_run}[options.name_of_command], options).args[0]
 
     return call
 
@@ -138,9 +134,7 @@ def test_bench_plans_for_the_answers_that_it_was_asked_to_measure(tmp_path):
     given, usual = benched(BASE, "--new-tokens", 300), benched(BASE)
     assert (given.new_tokens, given.load.answer_tokens) == (300, 300)
     assert (usual.new_tokens, usual.load.answer_tokens) == (64, DEFAULT_NEW_TOKENS)
-    with pytest.raises(RequestError) as caught:
-        benched(BASE, "--new-tokens", 0)
-    assert caught.value.field == "--new-tokens"
+    assert refused(benched, BASE, "--new-tokens", 0).field == "--new-tokens"
     trimtab.plan(BASE, device="cpu", answer_tokens=5).save(tmp_path / "plan.json")
     assert benched(tmp_path / "plan.json", "--new-tokens", 9).load.request.answer_tokens == 5
 

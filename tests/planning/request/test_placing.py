@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import trimtab
 from tests.anatomies import e_series, small
+from tests.raised import refused
 from trimtab.cli import main as cli
 from trimtab.cli.flags.flags import load_request
 from trimtab.demo.demo import FOLDER as DEMO
@@ -28,12 +29,6 @@ def place(**patterns):
 
 def placed(patterns):
     return {path: asked.tier for path, asked in resolve_place(patterns, BLOCKS, E2B).items()}
-
-
-def refused(call, *args):
-    with pytest.raises(RequestError) as caught:
-        call(*args)
-    return caught.value
 
 
 def test_nothing_asked_decides_nothing():
@@ -222,9 +217,8 @@ def test_devices_become_budgets(given_map, budgets):
     ({0: None}, "max_memory[0]", "not a size"), ({0: True}, "max_memory[0]", "not a size"),
 ])  # fmt: skip
 def test_what_cannot_be_followed_is_refused_by_name(given_map, field, word):
-    with pytest.raises(RequestError) as caught:
-        read_max_memory(given_map)
-    assert caught.value.field == field and word in str(caught.value)
+    error = refused(read_max_memory, given_map)
+    assert error.field == field and word in str(error)
 
 
 @pytest.mark.parametrize(("others", "field"), [
@@ -232,9 +226,7 @@ def test_what_cannot_be_followed_is_refused_by_name(given_map, field, word):
 ])  # fmt: skip
 def test_a_budget_given_twice_is_refused(others, field):
     values = {"gpu_memory_bytes": None, "host_memory_bytes": None, "device": "auto"} | others
-    with pytest.raises(RequestError) as caught:
-        merged_budgets({0: "4GiB"}, **values)
-    assert caught.value.field == field
+    assert refused(merged_budgets, {0: "4GiB"}, **values).field == field
     with pytest.raises(RequestError):
         merged_budgets({0: GIB, "cpu": GIB}, gpu_memory_bytes=None, host_memory_bytes=GIB, device="auto")
     with pytest.raises(RequestError):
@@ -247,9 +239,8 @@ def test_a_budget_given_twice_is_refused(others, field):
 @pytest.mark.parametrize("none", [0, "0", "0GB", " 0.0 GiB"])
 def test_a_gpu_that_is_given_nothing_is_left_out_by_the_user(none):
     """accelerate's way to skip a GPU: which one is meant stays the user's decision."""
-    with pytest.raises(RequestError, match="Omit a GPU that is not used") as caught:
-        read_max_memory({0: none, 1: "8GiB"})
-    assert caught.value.field == "max_memory[0]"
+    error = refused(read_max_memory, {0: none, 1: "8GiB"}, match="Omit a GPU that is not used")
+    assert error.field == "max_memory[0]"
     assert read_max_memory({1: "8GiB"}).device == "cuda:1"
 
 
@@ -288,9 +279,7 @@ def test_plan_takes_it_as_an_argument_as_a_flag_and_as_a_file(tmp_path, capsys):
 ])  # fmt: skip
 def test_a_flag_that_cannot_be_read_names_itself(text, word):
     options = cli.parser().parse_args(["plan", BASE, "--max-memory", text])
-    with pytest.raises(RequestError, match=word) as caught:
-        load_request(options)
-    assert caught.value.field in ("--max-memory", "max_memory")
+    assert refused(load_request, options, match=word).field in ("--max-memory", "max_memory")
 
 
 def test_the_disk_budget_bounds_what_is_spilled():
@@ -301,9 +290,7 @@ def test_the_disk_budget_bounds_what_is_spilled():
 
 def test_a_card_that_is_no_name_is_refused_by_its_own_field():
     for options in ({}, {"max_memory": {0: "4GiB"}}):
-        with pytest.raises(RequestError) as caught:
-            trimtab.plan(BASE, card=8, **options)
-        assert caught.value.field == "card"
+        assert refused(trimtab.plan, BASE, card=8, **options).field == "card"
 
 
 @pytest.mark.parametrize(("given_map", "device"), [({"cpu": "8GiB"}, "cpu"), ({1: "4GiB", "cpu": "8GiB"}, "cuda:1")])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import trimtab
 from tests import pico
+from tests.raised import raised
 from tests.rules import each
 from trimtab.cli import main as cli
 from trimtab.demo.demo import FOLDER as DEMO
@@ -88,23 +89,18 @@ def test_a_card_is_found_as_people_and_drivers_write_it(text, title):
 
 
 def test_an_unknown_name_is_refused_with_near_names():
-    with pytest.raises(RequestError) as caught:
-        find_card("RTX 4061")
-    assert (caught.value.field, caught.value.value) == ("card", "RTX 4061")
-    assert "GeForce RTX 4060 8GB" in caught.value.near and "did you mean GeForce RTX 4060 8GB, " in str(caught.value)
-    assert "8GiB" in caught.value.hint and "card='list'" in caught.value.hint
+    error = raised(RequestError, find_card, "RTX 4061")
+    assert (error.field, error.value) == ("card", "RTX 4061")
+    assert "GeForce RTX 4060 8GB" in error.near and "did you mean GeForce RTX 4060 8GB, " in str(error)
+    assert "8GiB" in error.hint and "card='list'" in error.hint
 
 
 def test_a_size_that_the_card_was_not_made_with_is_refused_with_those_that_it_was():
-    with pytest.raises(RequestError) as caught:
-        find_card("RTX 3060 24GB")
-    assert {"GeForce RTX 3060 12GB", "GeForce RTX 3060 8GB"} <= set(caught.value.near)
+    assert {"GeForce RTX 3060 12GB", "GeForce RTX 3060 8GB"} <= set(raised(RequestError, find_card, "RTX 3060 24GB").near)
 
 
 def test_a_card_of_several_sizes_needs_its_size():
-    with pytest.raises(RequestError) as caught:
-        find_card("RTX 3060")
-    assert caught.value.allowed == ("GeForce RTX 3060 12GB", "GeForce RTX 3060 8GB")
+    assert raised(RequestError, find_card, "RTX 3060").allowed == ("GeForce RTX 3060 12GB", "GeForce RTX 3060 8GB")
 
 
 def test_a_bare_size_is_an_unknown_card_of_that_size():
@@ -115,9 +111,7 @@ def test_a_bare_size_is_an_unknown_card_of_that_size():
 
 @pytest.mark.parametrize("text", ["", "   ", "x" * 201, "0GiB", "RTX 4060 pcie 9.0 x8", "RTX 4060 pcie 4.0 x3"])
 def test_what_names_no_card_is_refused_by_field(text):
-    with pytest.raises(RequestError) as caught:
-        find_card(text)
-    assert caught.value.field == "card"
+    assert raised(RequestError, find_card, text).field == "card"
 
 
 @given(st.text(max_size=60))
@@ -182,18 +176,14 @@ def test_a_device_map_with_a_gpu_is_checked_on_a_machine_without_one():
     device_map = {"": 0, "model.vision_tower": "cpu", "model.audio_tower": "cpu"}
     plan = trimtab.plan(BASE, card="T4", device_map=device_map)
     assert plan.tier_of("model.vision_tower.encoder.layers.0") == "stream"
-    with pytest.raises(RequestError) as caught:
-        trimtab.plan(BASE, card="T4", device_map=device_map | {"model.vision_towers": "cpu"})
-    assert caught.value.field == "device_map" and "model.vision_tower" in caught.value.near
-    with pytest.raises(RequestError) as caught:
-        trimtab.plan(BASE, card="T4", device_map={"": 1})
-    assert caught.value.allowed == ("cuda:0", "cpu", "disk")
+    error = raised(RequestError, trimtab.plan, BASE, card="T4", device_map=device_map | {"model.vision_towers": "cpu"})
+    assert error.field == "device_map" and "model.vision_tower" in error.near
+    assert raised(RequestError, trimtab.plan, BASE, card="T4", device_map={"": 1}).allowed == ("cuda:0", "cpu", "disk")
 
 
 def test_a_card_and_the_cpu_as_device_contradict_each_other():
-    with pytest.raises(RequestError) as caught:
-        trimtab.plan(BASE, card="T4", device="cpu")
-    assert (caught.value.field, caught.value.value) == ("device", "cpu")
+    error = raised(RequestError, trimtab.plan, BASE, card="T4", device="cpu")
+    assert (error.field, error.value) == ("device", "cpu")
 
 
 def test_a_plan_for_a_card_that_is_not_here_is_not_loaded(tmp_path, capsys, monkeypatch):
@@ -201,10 +191,9 @@ def test_a_plan_for_a_card_that_is_not_here_is_not_loaded(tmp_path, capsys, monk
 
     monkeypatch.setattr(devices, "gpu_names", list)
     plan = trimtab.plan(BASE, card="RTX 4060 8GB")
-    with pytest.raises(DeviceError) as caught:
-        trimtab.load(plan)
-    assert caught.value.device == "cuda:0"
-    assert "GeForce RTX 4060 8GB, which is not here: this machine has no GPU" in str(caught.value)
+    error = raised(DeviceError, trimtab.load, plan)
+    assert error.device == "cuda:0"
+    assert "GeForce RTX 4060 8GB, which is not here: this machine has no GPU" in str(error)
     plan.save(tmp_path / "plan.json")
     assert cli.main(["run", str(tmp_path / "plan.json"), "Hello"]) == 6
     assert "which is not here" in capsys.readouterr().err
@@ -220,23 +209,19 @@ def test_the_card_is_known_by_its_name_and_its_memory(name, total_gib, is_here):
     if is_here:
         check_here(card, here, "cuda:1")
         return
-    with pytest.raises(DeviceError) as caught:
-        check_here(card, here, "cuda:1")
-    assert name in str(caught.value)
+    assert name in str(raised(DeviceError, check_here, card, here, "cuda:1"))
 
 
 def test_a_plan_runs_on_the_card_that_it_names_and_on_no_other():
     card, here = find_card("RTX 4060 8GB"), [("NVIDIA T1000", GIB), ("NVIDIA GeForce RTX 4060", 8 * GIB)]
-    with pytest.raises(DeviceError, match="cuda:0 is NVIDIA T1000; that card is cuda:1") as caught:
-        check_here(card, here, "cuda:0")
-    assert "CUDA_VISIBLE_DEVICES=1" in caught.value.hint
+    error = raised(DeviceError, check_here, card, here, "cuda:0", match="cuda:0 is NVIDIA T1000; that card is cuda:1")
+    assert "CUDA_VISIBLE_DEVICES=1" in error.hint
     check_here(card, here, "cuda:1")
 
 
 def test_a_budget_larger_than_its_card_is_refused(capsys):
-    with pytest.raises(RequestError) as caught:
-        trimtab.plan(BASE, card="8GiB", gpu_memory="24GiB")
-    assert caught.value.field == "gpu_memory" and "8.00 GiB" in str(caught.value)
+    error = raised(RequestError, trimtab.plan, BASE, card="8GiB", gpu_memory="24GiB")
+    assert error.field == "gpu_memory" and "8.00 GiB" in str(error)
     with pytest.raises(RequestError, match="max_memory"):
         trimtab.plan(BASE, card="RTX 4060 8GB", max_memory={0: "24GiB"})
     assert trimtab.plan(BASE, card="8GiB", gpu_memory="6GiB").gpu_budget_bytes == 6 * GIB
@@ -253,9 +238,8 @@ def test_a_card_that_is_full_of_other_programs_is_refused_before_anything_is_rea
     if is_enough:
         devices.check_room(plan)
         return
-    with pytest.raises(DeviceError, match="are free") as caught:
-        devices.check_room(plan)
-    assert caught.value.planned_bytes == plan.gpu_needed_bytes and "gpu_memory='" in caught.value.hint
+    error = raised(DeviceError, devices.check_room, plan, match="are free")
+    assert error.planned_bytes == plan.gpu_needed_bytes and "gpu_memory='" in error.hint
 
 
 @pytest.mark.parametrize(("platform", "is_asked"), [("win32", True), ("linux", False)])
@@ -421,9 +405,7 @@ def test_of_images_and_rows_the_most_is_named_that_fits_by_halving(e4b, tries_on
     tries_only("images=", "batch=")
     for name, count in (("images", 500), ("batch", 400)):
         options = {"card": E4B_CARD, "host_memory": "16GiB", name: count}
-        with pytest.raises(DoesNotFitError) as caught:
-            trimtab.plan(e4b, **options)
-        named = int(re.fullmatch(rf"{name}=(\d+)", caught.value.option)[1])
+        named = int(re.fullmatch(rf"{name}=(\d+)", raised(DoesNotFitError, trimtab.plan, e4b, **options).option)[1])
         assert 1 < named < count
         trimtab.plan(e4b, **options | {name: named})
         larger = next(size for size in (count // 2**power for power in range(10, -1, -1)) if size > named)
@@ -433,15 +415,12 @@ def test_of_images_and_rows_the_most_is_named_that_fits_by_halving(e4b, tries_on
 
 @pytest.mark.parametrize("name", ["foo", "RX 7900 XTX", "M2 Max", "M3 Max"])
 def test_a_name_that_is_no_nvidia_card_resembles_none_and_is_told_what_lists_them(name):
-    with pytest.raises(RequestError, match="Only NVIDIA cards have profiles") as caught:
-        find_card(name)
-    assert caught.value.near == () and "card='list'" in caught.value.hint
+    error = raised(RequestError, find_card, name, match="Only NVIDIA cards have profiles")
+    assert error.near == () and "card='list'" in error.hint
 
 
 def test_digits_that_changed_places_come_first():
-    with pytest.raises(RequestError) as caught:
-        find_card("RTX 4006")
-    assert caught.value.near[0] == "GeForce RTX 4060 8GB"
+    assert raised(RequestError, find_card, "RTX 4006").near[0] == "GeForce RTX 4060 8GB"
 
 
 def test_the_list_of_cards_has_every_name_as_it_is_taken():

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning.values.test_execution import E4B, GIB, card, off_device, plan, with_int8_head
+from tests.raised import raised
 from trimtab.errors import DoesNotFitError
 from trimtab.planning.values.blocks import Choice, Item, blocks_of
 from trimtab.planning.values.blocks import _pieces_of as pieces_of
@@ -303,9 +304,7 @@ def test_one_buffer_is_chosen_where_the_copies_of_a_step_fit_behind_it():
 
 
 def test_one_buffer_is_taken_where_two_do_not_fit():
-    with pytest.raises(DoesNotFitError) as refused:
-        plan(8, decode="fused", gpu_memory_bytes=int(2.3 * GIB), is_advised=False)
-    least = refused.value.needed_bytes
+    least = raised(DoesNotFitError, plan, 8, decode="fused", gpu_memory_bytes=int(2.3 * GIB), is_advised=False).needed_bytes
     made = plan(8, decode="fused", gpu_memory_bytes=least)
     assert made.staging_slots == 1 and made.gpu_needed_bytes <= least
     assert made.gpu["staging"] == max(row.host_bytes for row in made.placements if row.tier == "stream")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests import ROOT
 from tests.anatomies import e_series, with_int8_head
+from tests.raised import raised
 from trimtab.checkpoint.anatomy import KVLayer
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.planning import Machine, Plan, Rates, make_plan
@@ -100,9 +101,8 @@ def test_the_cpu_takes_no_part_in_captured_steps():
 def test_a_decoder_placed_on_the_host_by_hand_runs_eagerly_and_says_why():
     step = plan(place={"language": "host"}).execution.step
     assert step.mode == "eager" and "the CPU takes part in every step" in step.reason
-    with pytest.raises(RequestError, match="the CPU takes part in every step") as caught:
-        plan(place={"language": "host"}, decode="fused")
-    assert caught.value.allowed == ("auto", "eager")  # no captured step is had with that placement
+    error = raised(RequestError, plan, place={"language": "host"}, decode="fused", match="the CPU takes part in every step")
+    assert error.allowed == ("auto", "eager")  # no captured step is had with that placement
 
 
 def test_unsupported_reasons_name_what_stands_in_the_way():
@@ -363,9 +363,8 @@ def test_a_prompt_that_is_cut_enters_layers_that_share_keys_once():
 
 
 def test_of_the_changes_that_fit_the_one_with_the_fastest_answers_is_named():
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(2.2, head="full")
-    assert (caught.value.option, caught.value.option_bytes) == ("head='int8'", 0)
+    error = raised(DoesNotFitError, plan, 2.2, head="full")
+    assert (error.option, error.option_bytes) == ("head='int8'", 0)
     whole = with_int8_head(E4B)
     assert plan(2.2, head="int8", anatomy=whole).execution.tokens_per_s > (
         plan(2.2, head="full", context_tokens=512).execution.tokens_per_s
@@ -380,12 +379,11 @@ def test_the_budget_that_an_error_names_is_the_smallest_of_all_ways_to_run(asked
         request = LoadRequest(model="m", quant="nf4-dq", gpu_memory_bytes=budget_bytes, **asked)
         return make_plan(request, E4B, adapters=ADAPTER, machine=card(80), rates=H200, is_advised=False)
 
-    with pytest.raises(DoesNotFitError) as caught:
-        made(GIB)
-    assert made(caught.value.needed_bytes).gpu_needed_bytes <= caught.value.needed_bytes
+    error = raised(DoesNotFitError, made, GIB)
+    assert made(error.needed_bytes).gpu_needed_bytes <= error.needed_bytes
     for fewer in (1, 100 * MIB, 400 * MIB):
         with pytest.raises(DoesNotFitError):
-            made(caught.value.needed_bytes - fewer)
+            made(error.needed_bytes - fewer)
 
 
 @pytest.mark.parametrize(("gib", "asked"), [
@@ -396,9 +394,8 @@ def test_the_budget_that_an_error_names_is_the_smallest_of_all_ways_to_run(asked
 def test_the_named_changes_fit_and_no_smaller_ones_do(gib, asked):
     from trimtab.planning.options import _smaller
 
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(gib, **asked)
-    values = dict(part.split("=") for part in caught.value.option.split(" and "))
+    error = raised(DoesNotFitError, plan, gib, **asked)
+    values = dict(part.split("=") for part in error.option.split(" and "))
     changed = asked | {"context_tokens" if name == "context" else name: ast.literal_eval(value) for name, value in values.items()}
     kinds = {what: tries for tries in _smaller(LoadRequest(model="m", quant="nf4-dq", **asked), E4B) for what, _ in tries}
 
@@ -408,8 +405,8 @@ def test_the_named_changes_fit_and_no_smaller_ones_do(gib, asked):
         except DoesNotFitError:
             return False
 
-    assert is_enough(changed) and caught.value.option_bytes == 0
-    for part in caught.value.option.split(" and "):
+    assert is_enough(changed) and error.option_bytes == 0
+    for part in error.option.split(" and "):
         place = [what for what, _ in kinds[part]].index(part)
         name = "context_tokens" if part.startswith("context") else part.partition("=")[0]
         before = asked.get(name, 4096) if place == 0 else getattr(kinds[part][place - 1][1], name)
@@ -417,9 +414,8 @@ def test_the_named_changes_fit_and_no_smaller_ones_do(gib, asked):
 
 
 def test_a_prefix_cache_that_the_host_has_no_room_for_is_named():
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(8, prefix_cache_bytes=200 * GIB)
-    assert (caught.value.device, caught.value.option) == ("host", "no prefix cache")
+    error = raised(DoesNotFitError, plan, 8, prefix_cache_bytes=200 * GIB)
+    assert (error.device, error.option) == ("host", "no prefix cache")
 
 
 @pytest.mark.parametrize("kv, value_bytes, scale_bytes", [("full", 2, 0), ("int8", 1, 4)])
@@ -540,9 +536,7 @@ def test_longer_sounds_and_more_pictures_need_more_buffers():
 def test_towers_of_a_saved_plan_are_checked():
     values = json.loads(json.dumps(plan(8).to_json()))
     values["execution"]["towers"]["mode"] = "fused"
-    with pytest.raises(RequestError) as caught:
-        Plan.from_json(values)
-    assert caught.value.field == "plan.execution.towers.mode"
+    assert raised(RequestError, Plan.from_json, values).field == "plan.execution.towers.mode"
     values["execution"]["towers"] = None
     assert Plan.from_json(values).execution.towers is None
 
@@ -552,16 +546,14 @@ def test_an_execution_comes_back_equal_and_foreign_ones_are_refused():
     values = json.loads(json.dumps(made.to_json()))
     assert Plan.from_json(values) == made
     values["execution"]["step"]["mode"] = "warp"
-    with pytest.raises(RequestError) as caught:
-        Plan.from_json(values)
-    assert caught.value.field == "plan.execution.step.mode" and caught.value.value == "warp"
+    error = raised(RequestError, Plan.from_json, values)
+    assert error.field == "plan.execution.step.mode" and error.value == "warp"
 
 
 def test_a_plan_of_an_older_release_is_refused_by_its_version():
     values = plan(8).to_json() | {"version": 1}
-    with pytest.raises(RequestError) as caught:
-        Plan.from_json(values)
-    assert (caught.value.field, caught.value.value) == ("plan.version", 1)
+    error = raised(RequestError, Plan.from_json, values)
+    assert (error.field, error.value) == ("plan.version", 1)
 
 
 def test_a_plan_of_several_rows_counts_what_prompts_in_progress_hold_where_none_is_captured():

@@ -5,6 +5,7 @@ import torch
 
 import trimtab
 from tests import pico
+from tests.raised import raised, refused
 from tests.serve.worker.test_serve_engine import LOOK, PATHS, ask, run
 from tests.serving import MockPool, words
 from trimtab.adapter_names import check_mix, is_mix, mix_name, parse_mix, parts_of, weights_of
@@ -42,9 +43,7 @@ def test_a_mix_has_one_name_whatever_its_order():
     ({"a": float("inf")}, "finite number"), ({"a": 1001.0}, "between -1000 and 1000"), ({"a b": 1.0}, "letters"),
 ])  # fmt: skip
 def test_what_is_no_mix_is_refused_by_name(weights, words):
-    with pytest.raises(RequestError, match=words) as caught:
-        check_mix(weights, field="adapter")
-    assert caught.value.field.startswith("adapter")
+    assert refused(check_mix, weights, field="adapter", match=words).field.startswith("adapter")
 
 
 @pytest.fixture
@@ -70,9 +69,8 @@ def test_a_models_name_may_hold_a_mix(pool):
     ("nobody:0.5", UnknownModelError, "nobody:0.5"), ("demo:nobody:1", UnknownModelError, "demo:nobody:1"),
 ])  # fmt: skip
 def test_a_wrong_mix_is_named(pool, name, kind, words):
-    with pytest.raises(kind, match=words) as caught:
-        pool.resolve(name)
-    assert type(caught.value) is kind and caught.value.field.startswith("model")
+    error = raised(kind, pool.resolve, name, match=words)
+    assert type(error) is kind and error.field.startswith("model")
 
 
 def chat(**fields):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.raised import refused
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.api import schemas as wire
@@ -22,12 +23,6 @@ def chat(**fields):
 
 def completion(**fields):
     return wire.read(wire.CompletionRequest, json.dumps({**TEXT, **fields}).encode())
-
-
-def refused(make, **fields):
-    with pytest.raises(RequestError) as caught:
-        make(**fields)
-    return caught.value
 
 
 def jobs(asked, prompts=({"text": "a"},), limits=Limits(), context=100, most_jobs=96):  # noqa: B008
@@ -131,9 +126,7 @@ def test_what_changes_nothing_is_taken():
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
 def test_numbers_that_json_has_not_are_refused(number):
     body = json.dumps({**CHAT, "temperature": 7}).replace("7", number)
-    with pytest.raises(RequestError) as caught:
-        wire.read(wire.ChatRequest, body.encode())
-    assert caught.value.field == "temperature"
+    assert refused(wire.read, wire.ChatRequest, body.encode()).field == "temperature"
 
 
 @pytest.mark.parametrize("prompt, expected", [

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.raised import refused
 from tests.serving import MockPool, client, words
 from trimtab.demo.demo import FOLDER as DEMO
-from trimtab.errors import RequestError
 from trimtab.serve.contract import log as journal
 from trimtab.serve.scheduling.scheduler import MistakeError, error_event
 
@@ -149,9 +149,7 @@ def test_statuses_are_counted_by_route_and_no_path_of_a_clients_is_a_series(line
 
 @pytest.mark.parametrize(("field", "form", "level"), [("log_format", "xml", "info"), ("log_level", "text", "loud")])
 def test_an_unknown_form_or_level_is_refused(field, form, level):
-    with pytest.raises(RequestError) as caught:
-        journal.set_up(form, level)
-    assert caught.value.field == field
+    assert refused(journal.set_up, form, level).field == field
 
 
 # What a client chooses, and where lines go ----------------------------------------------------------------------------

@@ -5,17 +5,12 @@ import re
 
 import pytest
 
+from tests.raised import raised, refused
 from tests.serving import MockPool, client, failed, words
 from trimtab.errors import RequestError
 from trimtab.serve.contract.head_lines import is_loopback
 from trimtab.serve.contract.quotas import KeyLimits, QuotaError, Quotas
 from trimtab.serve.contract.settings import Limits, Settings
-
-
-def refused(call, *arguments, **options):
-    with pytest.raises(RequestError) as caught:
-        call(*arguments, **options)
-    return caught.value
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
@@ -158,9 +153,8 @@ def test_requests_at_once_are_counted_until_they_end():
     found, alice, _ = quotas(concurrent=2)
     first = found.enter(alice)
     found.enter(alice)
-    with pytest.raises(QuotaError) as caught:
-        found.enter(alice)
-    assert caught.value.field == "concurrent" and caught.value.retry_after_s == 1
+    error = raised(QuotaError, found.enter, alice)
+    assert error.field == "concurrent" and error.retry_after_s == 1
     first.leave(10)
     found.enter(alice)
 
@@ -171,9 +165,7 @@ def test_requests_of_the_last_minute_are_counted():
     clock.now += 20
     found.enter(alice).leave(1)
     clock.now += 20
-    with pytest.raises(QuotaError) as caught:
-        found.enter(alice)
-    assert caught.value.retry_after_s == pytest.approx(20)
+    assert raised(QuotaError, found.enter, alice).retry_after_s == pytest.approx(20)
     clock.now += 20
     found.enter(alice).leave(1)
 
@@ -183,9 +175,7 @@ def test_tokens_of_a_day_are_counted_from_the_first_one():
     found.enter(alice).leave(99)
     found.enter(alice).leave(50)  # what has begun is answered
     clock.now += 3600
-    with pytest.raises(QuotaError) as caught:
-        found.enter(alice)
-    assert caught.value.retry_after_s == pytest.approx(23 * 3600)
+    assert raised(QuotaError, found.enter, alice).retry_after_s == pytest.approx(23 * 3600)
     clock.now += 23 * 3600
     found.enter(alice).leave(1)
 
@@ -213,9 +203,7 @@ def test_other_limits_leave_what_was_used():
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "5"])
 def test_a_limit_is_a_whole_number(value):
-    with pytest.raises(RequestError) as caught:
-        KeyLimits(name="alice", tokens_per_day=value)
-    assert caught.value.field == "keys.alice.tokens_per_day"
+    assert raised(RequestError, KeyLimits, name="alice", tokens_per_day=value).field == "keys.alice.tokens_per_day"
 
 
 def test_a_key_with_limits_gets_429_and_others_go_on():

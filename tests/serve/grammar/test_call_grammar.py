@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import talking
+from tests.raised import refused
 from trimtab.engine.chat.answer_forms import CALL_MARKS, AnswerForm
 from trimtab.engine.chat.answer_reader import AnswerReader
 from trimtab.errors import RequestError
@@ -168,9 +169,7 @@ def test_a_call_as_models_write_it_can_be_drawn_and_a_wrong_one_cannot(form, gra
 @pytest.mark.parametrize("form", FORMS)
 def test_parameters_that_no_value_satisfies_are_refused(form, grammar):
     bad = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}}
-    with pytest.raises(RequestError, match="cannot be enforced") as caught:
-        grammar.calls(form, [bad], several=False)
-    assert caught.value.field == "tools"
+    assert refused(grammar.calls, form, [bad], several=False, match="cannot be enforced").field == "tools"
 
 
 def test_free_values_of_gemma4_are_any_of_its_forms(grammar, tokenizer):

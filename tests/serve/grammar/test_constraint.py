@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from tests.raised import refused
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.loader.transformers_model import load_tokenizer
 from trimtab.errors import CheckpointError, RequestError
@@ -121,9 +122,7 @@ ENDING = [
 
 @pytest.mark.parametrize("schema", ENDLESS)
 def test_a_schema_that_no_finite_value_satisfies_is_refused(schema):
-    with pytest.raises(RequestError, match="no finite value") as caught:
-        check_ends(schema, field="here")
-    assert caught.value.field == "here"
+    assert refused(check_ends, schema, field="here", match="no finite value").field == "here"
 
 
 @pytest.mark.parametrize("schema, text", ENDING)
@@ -156,9 +155,8 @@ def test_a_schema_without_any_value_is_refused_by_the_grammar_too(grammar, schem
 
 
 def test_a_schema_that_cannot_be_held_to_is_refused_with_the_reason(grammar):
-    with pytest.raises(RequestError, match="cannot be enforced") as caught:
-        grammar.constraint({"type": "no such type"})
-    assert caught.value.field == "response_format.json_schema"
+    error = refused(grammar.constraint, {"type": "no such type"}, match="cannot be enforced")
+    assert error.field == "response_format.json_schema"
 
 
 def properties(count):
@@ -249,9 +247,8 @@ MANY = [
 @pytest.mark.parametrize("schemas", MANY)
 def test_many_patterns_of_names_are_refused_before_they_are_compiled(schemas):
     for are_tools in (False, True):
-        with pytest.raises(RequestError, match="patternProperties") as caught:
-            check_patterns(schemas, field="here", are_tools=are_tools)
-        assert caught.value.field == "here"
+        error = refused(check_patterns, schemas, field="here", are_tools=are_tools, match="patternProperties")
+        assert error.field == "here"
 
 
 @pytest.mark.parametrize("schemas,are_tools,words", [
@@ -260,9 +257,7 @@ def test_many_patterns_of_names_are_refused_before_they_are_compiled(schemas):
     ([named(1)] * 4000 + [named(10)], True, "of all tools are compared in 4100 pairs, the limit is 4096"),
 ])  # fmt: skip
 def test_the_refusal_of_many_patterns_names_the_limit_and_the_count(schemas, are_tools, words):
-    with pytest.raises(RequestError) as caught:
-        check_patterns(schemas, field="here", are_tools=are_tools)
-    assert words in str(caught.value)
+    assert words in str(refused(check_patterns, schemas, field="here", are_tools=are_tools))
 
 
 def test_patterns_of_different_tools_are_not_counted_as_pairs(grammar):

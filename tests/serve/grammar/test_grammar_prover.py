@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests import talking, waiting
+from tests.raised import refused
 from trimtab.errors import DeviceError, RequestError
 from trimtab.serve.grammar import prover as grammar_prover
 from trimtab.serve.grammar.constraint import Grammar, HeldMemory
@@ -69,9 +70,8 @@ def test_a_grammar_beyond_a_limit_ends_its_process_and_is_refused(prover, monkey
     assert prove(prover, "a").grammars == {"": "a"}
     pid = prover.pid
     monkeypatch.setattr(grammar_prover, limit, value)
-    with pytest.raises(RequestError, match=words) as caught:
-        prove(prover, do)
-    assert caught.value.field == "here" and waiting.is_gone(pid) and prover.pid is None
+    error = refused(prove, prover, do, match=words)
+    assert error.field == "here" and waiting.is_gone(pid) and prover.pid is None
     prover.renew()  # as its thread does, before the next grammar comes
     assert prover.pid not in (None, pid) and prove(prover, "b").grammars == {"": "b"}
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from tests.examples import examples
+from tests.raised import refused
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.loader.transformers_model import load_tokenizer
 from trimtab.errors import RequestError
@@ -130,9 +131,8 @@ COSTLY = [
 
 @pytest.mark.parametrize("schema, words", COSTLY)
 def test_what_is_costly_to_compile_is_refused_at_once(schema, words):
-    with pytest.raises(RequestError) as caught:
-        check_cost([schema], field="here")
-    assert caught.value.field == "here" and words in str(caught.value), str(caught.value)
+    error = refused(check_cost, [schema], field="here")
+    assert error.field == "here" and words in str(error), str(error)
 
 
 def asked(**fields):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests import waiting
+from tests.raised import raised
 from trimtab.errors import RequestError
 from trimtab.serve.contract.settings import Limits, Settings
 from trimtab.serve.http.auth import client_network
@@ -28,10 +29,9 @@ def get(found, url):
 
 
 def refused(found, url):
-    with pytest.raises(RequestError) as caught:
-        get(found, url)
-    assert caught.value.field == FIELD
-    return str(caught.value)
+    error = raised(RequestError, get, found, url)
+    assert error.field == FIELD
+    return str(error)
 
 
 @contextmanager

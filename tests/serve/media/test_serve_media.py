@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.serve.contract.test_settings import refused
+from tests.raised import refused
 from tests.serve.http.test_app import MockPool, client
 from trimtab.engine.chat import media_headers
 from trimtab.engine.chat.media_headers import webp_size

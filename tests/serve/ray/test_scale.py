@@ -11,6 +11,7 @@ import pytest
 import yaml
 from starlette.testclient import TestClient
 
+from tests.raised import raised
 from tests.serving import words
 from tests.waiting import turns, until_async
 from trimtab.cli import main as cli
@@ -82,9 +83,7 @@ def test_paths_that_exist_here_are_told_in_full(tmp_path, monkeypatch):
 def test_the_key_of_the_machine_that_runs_it_counts(monkeypatch):
     found = scale.arguments_of([model()], Settings(host="0.0.0.0", api_keys=(KEY,)))
     found["settings"]["api_keys"] = []
-    with pytest.raises(RequestError) as caught:
-        scale.read_arguments(found)
-    assert caught.value.field == "host"
+    assert raised(RequestError, scale.read_arguments, found).field == "host"
     monkeypatch.setenv(scale.KEY_VARIABLE, "another")
     monkeypatch.setenv(scale.ADMIN_KEY_VARIABLE, "admin")
     settings = scale.read_arguments(found)[1]
@@ -111,9 +110,7 @@ def test_replicas_are_a_number_or_a_range(text, found):
 
 @pytest.mark.parametrize("text", ["0", "4..1", "1..", "..2", "two", "", "-1", "1.5", "0..2"])
 def test_other_numbers_of_replicas_are_refused(text):
-    with pytest.raises(RequestError) as caught:
-        scale.read_replicas(text)
-    assert caught.value.field == "--replicas"
+    assert raised(RequestError, scale.read_replicas, text).field == "--replicas"
 
 
 def test_gpus_are_for_models_that_may_use_one():

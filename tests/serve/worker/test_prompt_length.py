@@ -3,6 +3,7 @@
 import pytest
 
 import trimtab
+from tests.raised import refused
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
@@ -39,9 +40,8 @@ def said(text):
 ])  # fmt: skip
 def test_no_more_is_tokenized_than_shows_that_a_text_cannot_fit(asked):
     tokenizer = Counting(1)
-    with pytest.raises(RequestError) as caught:
-        check_first_tokens(asked, tokenizer, CONTEXT)
-    assert caught.value.field == "prompt" and f"more than {MARGIN * CONTEXT} tokens" in str(caught.value)
+    error = refused(check_first_tokens, asked, tokenizer, CONTEXT)
+    assert error.field == "prompt" and f"more than {MARGIN * CONTEXT} tokens" in str(error)
     assert tokenizer.sizes == [PARTS[0] * CONTEXT]
 
 

@@ -25,6 +25,7 @@ from PIL import Image
 import trimtab
 from tests import waiting
 from tests.examples import examples
+from tests.raised import raised, refused
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
@@ -541,17 +542,13 @@ def test_texts_go_on_between_the_pieces_of_an_image(model, engine, monkeypatch):
 
 
 def test_bad_adapters_are_refused_and_leave_nothing(engine, tmp_path):
-    with pytest.raises(RequestError) as caught:
-        engine.shelf.add("specialist", PATHS["specialist"])
-    assert caught.value.field == "lora_name"
+    assert refused(engine.shelf.add, "specialist", PATHS["specialist"]).field == "lora_name"
     with pytest.raises((AdapterError, CheckpointError)):
         engine.shelf.add("broken", tmp_path)
     assert "broken" not in engine.shelf.names
     with pytest.raises(RequestError):
         engine.shelf.remove("nobody", [])
-    with pytest.raises(RequestError) as caught:
-        engine.shelf.remove("specialist", ["specialist"])
-    assert "being answered" in str(caught.value)
+    assert "being answered" in str(refused(engine.shelf.remove, "specialist", ["specialist"]))
     engine.shelf.remove("specialist", [])
     assert engine.shelf.names == ("rslora-dora", "style")
 
@@ -654,9 +651,8 @@ def test_a_mistake_in_one_request_ends_it_alone(model, engine, monkeypatch, wher
 
 def test_where_every_place_is_kept_another_adapter_is_refused(model):
     engine = LoadedEngine(model, rows=2, resident_limit=1, kept=["style"])
-    with pytest.raises(RequestError) as caught:
-        engine.shelf.add("specialist", PATHS["specialist"])
-    assert "kept" in str(caught.value) and engine.shelf.names == ("style",)
+    error = refused(engine.shelf.add, "specialist", PATHS["specialist"])
+    assert "kept" in str(error) and engine.shelf.names == ("style",)
 
 
 def test_a_lost_adapter_says_why_and_can_be_unloaded(engine):
@@ -685,9 +681,8 @@ def test_an_adapter_with_weights_that_are_not_numbers_is_refused_by_their_names(
     at = 8 + head + entry["data_offsets"][0]
     data[at : at + size] = struct.pack("<f", float("nan"))[-size:]
     file.write_bytes(data)
-    with pytest.raises(AdapterError) as caught:
-        engine.shelf.add("broken", folder)
-    assert [problem.partition(":")[0] for problem in caught.value.problems] == [name]
+    error = raised(AdapterError, engine.shelf.add, "broken", folder)
+    assert [problem.partition(":")[0] for problem in error.problems] == [name]
     assert "broken" not in engine.shelf.names
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import toy_worker, waiting
+from tests.raised import raised
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.errors import error_from_worker, error_response
@@ -138,9 +139,7 @@ def test_a_worker_that_hangs_with_work_is_killed(start):
 
 def test_a_model_that_cannot_be_loaded_is_a_failure_and_not_tried_again(start):
     supervisor = start({"fail": True}, is_waited_for=False)
-    with pytest.raises(WorkerError) as caught:
-        supervisor.wait_ready(WAIT_S)
-    assert caught.value.error["class"] == "CheckpointError"
+    assert raised(WorkerError, supervisor.wait_ready, WAIT_S).error["class"] == "CheckpointError"
     assert (supervisor.state, supervisor.restarts) == ("failed", 0)
     with pytest.raises(ModelFailedError) as failed:
         supervisor.submit(job("1", "echo"), print)
@@ -169,8 +168,7 @@ def test_a_worker_that_keeps_dying_is_given_up_in_the_end(start, tmp_path, monke
     mark.touch()
     told = ask(supervisor, job("1", "wait"))
     os.kill(supervisor.pid, KILL)
-    assert ends(told, 1)["1"].kind == "error"
-    assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "error"
+    assert ends(told, 1)["1"].kind == "error" and ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "error"
     assert supervisor.state == "failed"
 
 

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests import ROOT, merged_models, pico
-from trimtab.errors import RequestError
+from tests.raised import refused
 from trimtab.verification.merges import stock_merge
 from trimtab.verification.merges import variants as lanes
 from trimtab.verification.merges.retention import Survival, lora_delta, mean_survival, survival
@@ -76,9 +76,8 @@ def test_the_seven_lanes_have_names():
         "base_dequantize_then_merge", "trimtab_merge", "trimtab_requantized_merge",
     ]  # fmt: skip
     assert [lane.name for lane in lanes.check_names(["trimtab_merge"])] == ["adapter_vs_base", "trimtab_merge"]
-    with pytest.raises(RequestError) as caught:
-        lanes.check_names(["merge"])
-    assert (caught.value.field, caught.value.value) == ("lanes", "merge") and "trimtab_merge" in caught.value.allowed
+    error = refused(lanes.check_names, ["merge"])
+    assert (error.field, error.value) == ("lanes", "merge") and "trimtab_merge" in error.allowed
 
 
 # Survival -------------------------------------------------------------------------------------------------------------

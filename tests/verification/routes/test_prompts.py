@@ -3,9 +3,9 @@
 import json
 import wave
 
-import pytest
 from PIL import Image
 
+from tests.raised import raised
 from trimtab.errors import RequestError
 from trimtab.verification.routes.prompts import DEMO, Prompt, built_in, check_modalities, checked, demo_prompts, read_prompts
 
@@ -17,10 +17,9 @@ def write(folder, *lines):
 
 
 def refused(call, *arguments):
-    with pytest.raises(RequestError) as caught:
-        call(*arguments)
-    assert caught.value.field == "prompts"
-    return str(caught.value)
+    error = raised(RequestError, call, *arguments)
+    assert error.field == "prompts"
+    return str(error)
 
 
 def test_a_file_is_read_with_media_beside_it(tmp_path):

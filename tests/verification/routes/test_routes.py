@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import ROOT, pico, stock
-from trimtab.errors import DeviceError, DoesNotFitError, RequestError, UpstreamError
+from tests.raised import refused
+from trimtab.errors import DeviceError, DoesNotFitError, UpstreamError
 from trimtab.process import phases
 from trimtab.request import LoadRequest
 from trimtab.verification.routes import compare, rounding
@@ -104,9 +105,8 @@ def test_prepared_inputs_are_the_models_own(tmp_path):
 def test_a_prompt_that_the_processor_refuses_is_named(tmp_path):
     folder = pico.build("llama", tmp_path / "llama")
     prompts = (Prompt("good", token_ids=(3, 4)), Prompt("high", token_ids=(3, 400)), Prompt("more", token_ids=(999,)))
-    with pytest.raises(RequestError) as caught:
-        rows_of(folder, tmp_path, prompts)
-    assert "2 refused" in str(caught.value) and "high: " in str(caught.value) and "more: " in str(caught.value)
+    error = refused(rows_of, folder, tmp_path, prompts)
+    assert "2 refused" in str(error) and "high: " in str(error) and "more: " in str(error)
 
 
 # The same tokens through both stacks ----------------------------------------------------------------------------------
@@ -281,9 +281,8 @@ def test_an_error_that_leaves_its_process_is_raised_here(tmp_path, monkeypatch):
         "from trimtab.errors import RequestError\n\n\ndef main(request, emit):\n    raise RequestError('', field='x', **request)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(RequestError) as caught:
-        routes.run_module("refusing", {"value": 0}, "it", isolated=True)
-    assert (caught.value.field, caught.value.value) == ("x", 0)
+    error = refused(routes.run_module, "refusing", {"value": 0}, "it", isolated=True)
+    assert (error.field, error.value) == ("x", 0)
 
 
 def test_what_stock_raises_is_an_upstream_error_with_its_package(tmp_path):

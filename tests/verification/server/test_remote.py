@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 from bench.planted import Planted
+from tests.raised import raised
 from trimtab.cli import main as cli
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.doctor.servers.known import FAULTS
@@ -211,9 +212,8 @@ def test_own_prompts_do_not_leave_the_machine_without_the_flag():
 
     planted = Planted(None, {})
     planted._answer = no_request
-    with pytest.raises(RequestError) as caught:
-        ask(planted, prompts=["my secret"])
-    assert caught.value.field == "prompts" and "send_prompts" in str(caught.value)
+    error = raised(RequestError, ask, planted, prompts=["my secret"])
+    assert error.field == "prompts" and "send_prompts" in str(error)
 
 
 def test_what_cannot_be_asked_is_refused_before_anything_is_sent(capsys):

@@ -8,7 +8,7 @@ import anyio
 import httpx2
 import pytest
 
-from trimtab.errors import RequestError
+from tests.raised import refused
 from trimtab.verification.server import client as remote_client
 from trimtab.verification.server.answers import MAX_TOKENS, read_chat, read_completion, read_ollama
 from trimtab.verification.server.client import Client, check_url, plain, read_key
@@ -144,12 +144,6 @@ def test_a_number_outside_the_vocabulary_names_nothing():
 
 def client(answer, **options):
     return Client("http://host:8000/v1", transport=httpx2.MockTransport(answer), **options)
-
-
-def refused(call):
-    with pytest.raises(RequestError) as caught:
-        call()
-    return caught.value
 
 
 def test_a_request_carries_the_key_and_asks_for_bytes_as_they_are():
