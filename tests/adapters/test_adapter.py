@@ -25,6 +25,7 @@ from tests.adapter_files import (
     refused,
     write_adapter,
 )
+from tests.raised import raised
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter
 from trimtab.adapters.config import Rules
 from trimtab.adapters.file import check_vocabulary
@@ -213,10 +214,9 @@ def test_a_trainers_copy_is_the_models_tokenizer(theirs, tmp_path):
 
 def test_a_tokenizer_of_equal_size_and_other_texts_is_named(tmp_path):
     other = {word: (at + 1) % 100 for word, at in WORDS.items()}
-    with pytest.raises(AdapterError) as caught:
-        check_vocabulary(write(tmp_path / "adapter", other), write(tmp_path / "model", WORDS))
-    assert caught.value.path == str(tmp_path / "adapter")
-    assert caught.value.problems == (
+    error = raised(AdapterError, lambda: check_vocabulary(write(tmp_path / "adapter", other), write(tmp_path / "model", WORDS)))
+    assert error.path == str(tmp_path / "adapter")
+    assert error.problems == (
         "tokenizer.json: 100 of 100 token ids have other texts than in the model's tokenizer (id 0: 'word99' here, 'word0' there)",
     )
 

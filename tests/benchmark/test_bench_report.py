@@ -255,9 +255,8 @@ def test_a_value_without_effect_or_out_of_range_is_refused(values, field):
 
 def test_eager_against_eager_on_a_cpu_is_refused_before_a_run(world, monkeypatch):
     monkeypatch.setattr(benching.Plan, "from_json", staticmethod(lambda _: replace(PLAN, execution_device="cpu")))
-    with pytest.raises(RequestError, match="no GPU") as caught:
-        bench(asked(against="eager"))
-    assert caught.value.field == "--against" and world.asked == []
+    error = refused(lambda: bench(asked(against="eager")), match="no GPU")
+    assert error.field == "--against" and world.asked == []
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_a_run(tmp_path):

@@ -14,11 +14,11 @@ import transformers
 from torch import nn
 
 from tests import pico, stock
+from tests.raised import refused
 from trimtab.adapters.adapter import match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.loader import transformers_model as hf
-from trimtab.errors import RequestError
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +121,8 @@ def test_keep_unquantized_is_obeyed_and_named(built):
 
 
 def test_a_keep_pattern_that_names_nothing_is_refused_with_near_names(built):
-    with pytest.raises(RequestError) as caught:
-        anatomy_of(built("llama"), keep_unquantized=("model.layers.0.self_attn.out_proj",))
-    assert caught.value.field == "keep_unquantized" and "model.layers.0.self_attn.o_proj" in caught.value.near
+    error = refused(lambda: anatomy_of(built("llama"), keep_unquantized=("model.layers.0.self_attn.out_proj",)))
+    assert error.field == "keep_unquantized" and "model.layers.0.self_attn.o_proj" in error.near
 
 
 @pytest.mark.parametrize(("quant", "label"), [("nf4", "nf4"), ("nf4-dq", "nf4-dq"), ("int8", "int8")])

@@ -22,7 +22,6 @@ import transformers
 
 import trimtab
 from tests.raised import refused
-from trimtab.errors import RequestError
 from trimtab.machine import environment as module
 from trimtab.machine import gpus
 from trimtab.machine.environment import Environment, Gpu, Package, environment_document, read_environment
@@ -88,9 +87,8 @@ def test_python_that_does_not_exist_is_refused():
 
 
 def test_a_program_that_is_no_python_is_refused():
-    with pytest.raises(RequestError) as caught:
-        read_environment("/bin/true" if Path("/bin/true").exists() else sys.executable + "w")
-    assert caught.value.field == "python"
+    error = refused(lambda: read_environment("/bin/true" if Path("/bin/true").exists() else sys.executable + "w"))
+    assert error.field == "python"
 
 
 def test_torch_that_kills_its_process_leaves_the_packages(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import torch
 import trimtab
 from tests import anatomies as written
 from tests import pico
-from tests.raised import raised
+from tests.raised import refused
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.loader import transformers_model as hf
@@ -231,7 +231,7 @@ def test_a_gpu_is_known_from_the_driver(without_torch, monkeypatch):
 
 
 def test_a_gpu_that_is_not_there_is_the_same_error_without_torch(without_torch):
-    error = raised(RequestError, known.find_machine, "cuda:1")
+    error = refused(known.find_machine, "cuda:1")
     assert (error.field, error.allowed) == ("device", ("auto", "cpu", "cuda:0"))
 
 

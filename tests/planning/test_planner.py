@@ -199,11 +199,10 @@ def test_on_the_cpu_both_budgets_come_from_one_memory():
 
 
 def test_a_cpu_without_enough_memory_names_the_sum_that_would_do():
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(machine=replace(CPU, host_available_bytes=2 * GIB), place={"*": "resident"})
-    enough = caught.value.needed_bytes
+    error = raised(DoesNotFitError, lambda: plan(machine=replace(CPU, host_available_bytes=2 * GIB), place={"*": "resident"}))
+    enough = error.needed_bytes
     made = plan(machine=replace(CPU, host_available_bytes=enough), place={"*": "resident"})
-    assert caught.value.device == "memory" and made.gpu_needed_bytes + made.host_peak_bytes == enough
+    assert error.device == "memory" and made.gpu_needed_bytes + made.host_peak_bytes == enough
 
 
 @pytest.mark.parametrize(("machine", "asked"), [
@@ -570,9 +569,7 @@ def values(**changed):
     ({"version": 3}, "plan.version"), ({"version": "4"}, "plan.version"),
 ])  # fmt: skip
 def test_what_is_not_a_plan_is_refused_by_its_field(changed, field):
-    with pytest.raises(RequestError) as caught:
-        Plan.from_json(values(**changed))
-    assert caught.value.field == field
+    assert refused(lambda: Plan.from_json(values(**changed))).field == field
 
 
 def test_a_missing_key_is_refused():
@@ -601,9 +598,7 @@ def test_a_file_that_is_no_plan_is_refused_with_its_path(tmp_path, text):
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):
-    with pytest.raises(RequestError) as caught:
-        plan().save(tmp_path / "absent" / "plan.json")
-    assert caught.value.field == "save"
+    assert refused(lambda: plan().save(tmp_path / "absent" / "plan.json")).field == "save"
 
 
 def test_a_missing_file_is_refused_with_its_path(tmp_path):

@@ -120,9 +120,8 @@ def test_a_name_that_two_models_have_needs_its_model():
 
 @pytest.mark.parametrize("together", [0, 3])
 def test_more_models_together_than_there_are_is_refused(together):
-    with pytest.raises(RequestError) as caught:
-        Pool((model("a"), model("b")), Settings(), together=together, make=toy)
-    assert caught.value.field == "together"
+    error = raised(RequestError, lambda: Pool((model("a"), model("b")), Settings(), together=together, make=toy))
+    assert error.field == "together"
     with pytest.raises(RequestError, match=r"^together=\d: (has no effect with one model|must be between 1 and 1)$"):
         Pool((model("a"),), Settings(), together=together, make=toy)
 

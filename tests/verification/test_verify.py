@@ -233,9 +233,8 @@ def test_one_of_several_adapters_must_be_named(base, adapter):
 
 def test_an_adapter_of_another_model_is_refused_before_a_route_runs(base, tmp_path):
     other = pico.build("gemma4", tmp_path / "gemma4")
-    with pytest.raises(AdapterError) as caught:
-        ask(base, adapters={"a": pico.adapter(other, tmp_path / "a")}, against="resident")
-    assert len(caught.value.problems) > 1
+    error = raised(AdapterError, lambda: ask(base, adapters={"a": pico.adapter(other, tmp_path / "a")}, against="resident"))
+    assert len(error.problems) > 1
 
 
 def test_pictures_for_a_model_that_only_reads_are_refused_together(base, tmp_path):

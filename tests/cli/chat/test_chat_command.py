@@ -359,9 +359,8 @@ def test_no_line_of_a_quoted_message_that_is_too_long_is_taken_for_another_messa
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_a_line_of_other_bytes_than_utf8_is_named(errors):
     stream = io.TextIOWrapper(io.BytesIO(b"\xff\xfe hi\n"), encoding="utf-8", errors=errors)
-    with pytest.raises(RequestError) as caught:
-        chat_input.line_reader(stream)("")
-    assert (caught.value.field, caught.value.reason) == ("prompt", "is not UTF-8 text")
+    error = refused(lambda: chat_input.line_reader(stream)(""))
+    assert (error.field, error.reason) == ("prompt", "is not UTF-8 text")
 
 
 # Terminal -------------------------------------------------------------------------------------------------------------

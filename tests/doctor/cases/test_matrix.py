@@ -177,10 +177,9 @@ def test_interpreter_that_is_none_is_refused(tmp_path):
 
 def test_user_model_without_an_adapter_is_refused_for_cases_that_need_one(processes, tmp_path):
     processes()
-    with pytest.raises(RequestError) as caught:
-        stock(A, "SPLIT_4BIT_NO_ADAPTER", model=pico.build("gemma4", tmp_path / "model"))
-    assert caught.value.field == "adapter" and A in str(caught.value)
-    assert "SPLIT_4BIT_NO_ADAPTER" in caught.value.allowed and A not in caught.value.allowed
+    error = raised(RequestError, lambda: stock(A, "SPLIT_4BIT_NO_ADAPTER", model=pico.build("gemma4", tmp_path / "model")))
+    assert error.field == "adapter" and A in str(error)
+    assert "SPLIT_4BIT_NO_ADAPTER" in error.allowed and A not in error.allowed
 
 
 def test_folder_that_is_no_model_is_refused(processes, tmp_path):

@@ -145,11 +145,10 @@ def test_a_sentence_without_a_run_cannot_be_made():
 
 
 def test_what_is_no_record_is_no_evidence():
-    with pytest.raises(RequestError) as caught:
-        evidence_of([record("A"), {"case": "B", "engine": 3}, "text"])
-    assert caught.value.field == "runs"
-    assert "run 2: 'engine' is a int; 'label' is missing; 'versions' is missing" in str(caught.value)
-    assert "run 3: a str, not an object" in str(caught.value)
+    error = refused(lambda: evidence_of([record("A"), {"case": "B", "engine": 3}, "text"]))
+    assert error.field == "runs"
+    assert "run 2: 'engine' is a int; 'label' is missing; 'versions' is missing" in str(error)
+    assert "run 3: a str, not an object" in str(error)
     with pytest.raises(RequestError):
         Run("r1", {})
 

@@ -6,11 +6,11 @@ import re
 import httpx2
 import pytest
 
+from tests.raised import refused
 from trimtab.cli import main as cli
 from trimtab.doctor.servers import report as servers
 from trimtab.doctor.servers.known import APPLIES, FAULTS, FIXED, LATER, MAY_APPLY, MERGED, ServerBug, numbers
 from trimtab.doctor.servers.report import examine
-from trimtab.errors import RequestError
 
 
 def answering(**paths):
@@ -156,6 +156,5 @@ def test_an_address_where_nothing_answers_is_an_error():
     def nobody(request):
         raise httpx2.ConnectError("refused")
 
-    with pytest.raises(RequestError) as caught:
-        examine("http://host:1/v1", transport=httpx2.MockTransport(nobody))
-    assert (caught.value.field, caught.value.value) == ("url", "http://host:1")
+    error = refused(lambda: examine("http://host:1/v1", transport=httpx2.MockTransport(nobody)))
+    assert (error.field, error.value) == ("url", "http://host:1")

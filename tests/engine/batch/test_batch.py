@@ -9,6 +9,7 @@ import torch
 import trimtab
 from tests import long_runs, talking
 from tests.lent import lent
+from tests.raised import raised, refused
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch import request as hf_generate
@@ -277,19 +278,13 @@ def test_a_poisoned_row_harms_no_other(model):
 def test_what_does_not_fit_is_refused_before_any_work(model):
     batch = Batch(model, rows=1)
     inputs = model.prepare("Hello")
-    with pytest.raises(RequestError) as caught:
-        batch.begin(inputs, GenerateRequest(max_new_tokens=1000))
-    assert caught.value.field == "prompt"
-    with pytest.raises(RequestError) as caught:
-        batch.begin(inputs, GenerateRequest(), adapter="nobody")
-    assert (caught.value.field, caught.value.allowed) == ("adapter", tuple(model.adapters))
-    with pytest.raises(RequestError) as caught:
-        batch.join(batch.begin(inputs, GenerateRequest()))
-    assert "not complete" in str(caught.value)
+    assert refused(lambda: batch.begin(inputs, GenerateRequest(max_new_tokens=1000))).field == "prompt"
+    error = refused(lambda: batch.begin(inputs, GenerateRequest(), adapter="nobody"))
+    assert (error.field, error.allowed) == ("adapter", tuple(model.adapters))
+    assert "not complete" in str(refused(lambda: batch.join(batch.begin(inputs, GenerateRequest()))))
     row = through(batch, inputs, GenerateRequest(max_new_tokens=2)).row
-    with pytest.raises(RequestError) as caught:
-        through(batch, inputs, GenerateRequest(max_new_tokens=2))
-    assert (caught.value.field, caught.value.value) == ("rows", 1)
+    error = refused(lambda: through(batch, inputs, GenerateRequest(max_new_tokens=2)))
+    assert (error.field, error.value) == ("rows", 1)
     batch.leave(row)
     with pytest.raises(RequestError):
         batch.leave(row)
@@ -306,9 +301,8 @@ def test_a_family_with_another_kind_of_state_is_refused_by_name(model, monkeypat
     monkeypatch.setattr(hf_slots, "prompt_cache", strange_cache)
     monkeypatch.setattr(model, "anatomy", replace(model.anatomy, prompts_unsupported="layer 1 keeps a Strange"))
     batch = Batch(model, rows=1)
-    with pytest.raises(DeviceError) as caught:
-        through(batch, model.prepare("Hello"), GenerateRequest(max_new_tokens=2))
-    assert "layer 1 keeps a Strange" in str(caught.value)
+    error = raised(DeviceError, lambda: through(batch, model.prepare("Hello"), GenerateRequest(max_new_tokens=2)))
+    assert "layer 1 keeps a Strange" in str(error)
     assert batch.free_rows == 1
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import trimtab
 from tests import pico, talking, talking_families
 from tests.examples import examples
+from tests.raised import raised
 from tests.serve.worker.test_serve_worker import Running
 from trimtab.checkpoint.end_tokens import unlisted_end
 from trimtab.cli.main import main
@@ -219,9 +220,7 @@ def test_characters_that_are_normalized_to_a_control_token_are_refused():
 
 
 def test_half_a_surrogate_pair_is_refused():
-    with pytest.raises(RequestError, match="surrogate") as caught:
-        chat.prepare(asked("qwen3"), "a\ud800b")
-    assert caught.value.field == "prompt"
+    assert raised(RequestError, lambda: chat.prepare(asked("qwen3"), "a\ud800b"), match="surrogate").field == "prompt"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

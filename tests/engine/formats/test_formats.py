@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.golden.formats.make import FOLDER
 from tests.quantized_files import words
+from tests.raised import raised
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.formats import ggml, grouped, weights
 from trimtab.engine.formats import packed as packing
@@ -121,9 +122,8 @@ def test_a_zero_point_of_0_borrows_from_its_neighbour_in_gptq(golden, tmp_path):
 def test_awq_of_an_odd_number_of_inputs_is_refused_by_name(tmp_path):
     parts = {"qweight": words(torch.zeros(5, 8), 4), "qzeros": words(torch.zeros(1, 8), 4), "scales": torch.ones(1, 8).half()}
     config = {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True, "version": "gemm"}
-    with pytest.raises(CheckpointError, match="inputs come in pairs") as caught:
-        read(written(tmp_path, parts, config))
-    assert caught.value.tensor_name.endswith("weight")
+    error = raised(CheckpointError, lambda: read(written(tmp_path, parts, config)), match="inputs come in pairs")
+    assert error.tensor_name.endswith("weight")
 
 
 @pytest.mark.parametrize("case", ["ct-int4-row-odd", "ct-fp8-block", "gptq-ordered", "ct-int8-row"])
@@ -268,9 +268,8 @@ def test_wrong_values_are_refused_when_they_are_read(golden, case, change, words
     parts = stored(golden, case)
     parts.pop("expected")
     change(parts)
-    with pytest.raises(CheckpointError, match=words) as refused:
-        read(written(tmp_path, parts, CONFIGS[case]))
-    assert Path(refused.value.path).is_relative_to(tmp_path) and refused.value.tensor_name
+    error = raised(CheckpointError, lambda: read(written(tmp_path, parts, CONFIGS[case])), match=words)
+    assert Path(error.path).is_relative_to(tmp_path) and error.tensor_name
 
 
 @pytest.mark.parametrize("name", ["int4-g0", "int5-g32", "int4-g32-zp-zp", "fp8-0x1", "fp8-", "int4", "nf4-g32", "int4-g1234567"])

@@ -174,24 +174,20 @@ def test_two_stored_ends_of_a_tie_are_tied_only_if_equal(tmp_path, factor, ties)
 def test_missing_tensors_are_refused_all_of_them_by_name(tmp_path):
     lost = ["model.layers.0.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight", "model.norm.weight"]
     folder = edited(pico.build("llama", tmp_path), lambda t: [t.pop(name) for name in lost])
-    with pytest.raises(CheckpointError) as caught:
-        hf.probe(read_checkpoint(folder))
-    assert caught.value.path == str(folder)
-    assert f"3 tensors of LlamaForCausalLM are missing: {', '.join(lost)}." in str(caught.value)
+    error = raised(CheckpointError, lambda: hf.probe(read_checkpoint(folder)))
+    assert error.path == str(folder)
+    assert f"3 tensors of LlamaForCausalLM are missing: {', '.join(lost)}." in str(error)
 
 
 def test_one_missing_tensor_is_the_error_s_tensor(tmp_path):
     folder = edited(pico.build("llama", tmp_path), lambda t: t.pop("model.norm.weight"))
-    with pytest.raises(CheckpointError) as caught:
-        hf.probe(read_checkpoint(folder))
-    assert caught.value.tensor_name == "model.norm.weight"
+    assert raised(CheckpointError, lambda: hf.probe(read_checkpoint(folder))).tensor_name == "model.norm.weight"
 
 
 def test_one_expert_of_a_fused_weight_that_is_missing_is_refused(tmp_path):
     folder = edited(pico.build("mixtral", tmp_path), lambda t: t.pop(next(n for n in t if ".experts.2.w1" in n)))
-    with pytest.raises(CheckpointError) as caught:
-        hf.probe(read_checkpoint(folder))
-    assert "cat on " in str(caught.value) or "another shape" in str(caught.value)
+    error = raised(CheckpointError, lambda: hf.probe(read_checkpoint(folder)))
+    assert "cat on " in str(error) or "another shape" in str(error)
 
 
 def test_missing_tensors_are_never_allocated(tmp_path):
@@ -263,9 +259,8 @@ def test_an_operation_in_place_while_loading_is_refused(built, monkeypatch):
 
 def test_a_buffer_that_nothing_computes_is_refused(built, monkeypatch):
     planted(monkeypatch, lambda model: model.register_buffer("scales", torch.empty(3), persistent=False))
-    with pytest.raises(CheckpointError, match="without assigning a value") as caught:
-        hf.probe(read_checkpoint(built("llama")))
-    assert caught.value.tensor_name == "scales"
+    error = raised(CheckpointError, lambda: hf.probe(read_checkpoint(built("llama"))), match="without assigning a value")
+    assert error.tensor_name == "scales"
 
 
 def test_a_tensor_that_the_loader_leaves_without_data_is_refused(built, monkeypatch):
@@ -275,9 +270,8 @@ def test_a_tensor_that_the_loader_leaves_without_data_is_refused(built, monkeypa
             self.model.norm.weight = nn.Parameter(torch.empty(64, device="meta"))
 
     monkeypatch.setattr(hf.transformers, "LlamaForCausalLM", LlamaForCausalLM)
-    with pytest.raises(CheckpointError, match="cannot be traced") as caught:
-        hf.probe(read_checkpoint(built("llama")))
-    assert caught.value.tensor_name == "model.norm.weight"
+    error = raised(CheckpointError, lambda: hf.probe(read_checkpoint(built("llama"))), match="cannot be traced")
+    assert error.tensor_name == "model.norm.weight"
 
 
 # Configs --------------------------------------------------------------------------------------------------------------
@@ -285,17 +279,15 @@ def test_a_tensor_that_the_loader_leaves_without_data_is_refused(built, monkeypa
 
 def test_an_unknown_model_type_is_refused_by_name(tmp_path):
     folder = configured(pico.build("llama", tmp_path), model_type="llama9", architectures=["Llama9ForCausalLM"])
-    with pytest.raises(CheckpointError) as caught:
-        hf.read_config(read_checkpoint(folder))
+    error = raised(CheckpointError, lambda: hf.read_config(read_checkpoint(folder)))
     for words in ("'llama9'", "Llama9ForCausalLM", transformers.__version__):
-        assert words in str(caught.value)
+        assert words in str(error)
 
 
 def test_an_unknown_class_of_a_known_model_type_is_refused_by_name(tmp_path):
     folder = configured(pico.build("llama", tmp_path), architectures=["LlamaForEverything"])
-    with pytest.raises(CheckpointError) as caught:
-        hf.probe(read_checkpoint(folder))
-    assert "LlamaForEverything" in str(caught.value) and transformers.__version__ in str(caught.value)
+    error = raised(CheckpointError, lambda: hf.probe(read_checkpoint(folder)))
+    assert "LlamaForEverything" in str(error) and transformers.__version__ in str(error)
 
 
 def test_code_of_the_checkpoint_is_never_run(tmp_path):
@@ -439,9 +431,8 @@ def test_packed_weights_are_leaves_of_their_logical_shape(quant, built, tmp_path
 
 def test_a_folder_without_a_tokenizer_or_processor_says_so(built, tmp_path):
     for load, what in ((hf.load_tokenizer, "tokenizer"), (hf.load_processor, "processor")):
-        with pytest.raises(CheckpointError, match="has no tokenizer files") as caught:
-            load(built("gemma4"))
-        assert caught.value.path == str(built("gemma4"))
+        error = raised(CheckpointError, load, built("gemma4"), match="has no tokenizer files")
+        assert error.path == str(built("gemma4"))
         broken = pico.build("gemma4", tmp_path / what)
         (broken / "tokenizer.json").write_text("{")
         with pytest.raises(CheckpointError, match=f"has no usable {what} "):

@@ -197,10 +197,9 @@ def by_rank_to_by_expert(tensors: dict[str, Tensor], experts: int = 4) -> dict[s
 def test_an_unsloth_adapter_has_lora_b_expert_by_expert(work: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base, a, _ = work
     marked = {"auto_mapping": {"unsloth_fixed": True}}
-    with pytest.raises(AdapterError) as caught:
-        loaded(base, {"a": rewritten(a, tmp_path / "marked", **marked)})
-    assert all('stacked_lora_B in adapter_config.json to "unsloth" or "peft"' in problem for problem in caught.value.problems)
-    assert len(caught.value.problems) >= 2
+    error = raised(AdapterError, lambda: loaded(base, {"a": rewritten(a, tmp_path / "marked", **marked)}))
+    assert all('stacked_lora_B in adapter_config.json to "unsloth" or "peft"' in problem for problem in error.problems)
+    assert len(error.problems) >= 2
     unsloth = rewritten(a, tmp_path / "unsloth", by_rank_to_by_expert, stacked_lora_B="unsloth", **marked)
     with loaded(base, {"a": unsloth, "peft": rewritten(a, tmp_path / "peft", stacked_lora_B="peft", **marked)}) as model:
         expected = of_peft(base, a)

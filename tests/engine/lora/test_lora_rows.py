@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.lora.toy_lora import IDS, WIDTH, Toy, make_adapter, ours, put_on, read, spec_of
-from tests.raised import refused
+from tests.raised import raised, refused
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.lora import layers as lora
@@ -201,10 +201,9 @@ def test_a_model_without_the_modules_is_refused_with_all_of_them(tmp_path: Path)
     del model._modules["down"]
     model._modules["up"] = nn.Linear(WIDTH, 2 * WIDTH)
     model._modules["norm"] = nn.Identity()
-    with pytest.raises(AdapterError) as caught:
-        attach_fitted(fit(model, spec), "one", read=read, device="cpu", store=store)
-    words = "\n".join(caught.value.problems)
-    assert len(caught.value.problems) == 4  # norm lacks two parameters
+    error = raised(AdapterError, lambda: attach_fitted(fit(model, spec), "one", read=read, device="cpu", store=store))
+    words = "\n".join(error.problems)
+    assert len(error.problems) == 4  # norm lacks two parameters
     assert "no module down" in words and "up is a Linear" in words and "norm has no weight" in words
     assert not model.embed.adapters
     assert not store.names

@@ -12,7 +12,7 @@ from trimtab.cli import main as cli
 from trimtab.cli.commands import bench as bench_command
 from trimtab.cli.commands import plan_run as line
 from trimtab.cli.commands.serve import served_models
-from trimtab.errors import CheckpointError, RequestError
+from trimtab.errors import CheckpointError
 from trimtab.planning import Plan
 from trimtab.planning.memory.activations import answer_tokens_of
 from trimtab.report.render import WIDTH, Lines
@@ -61,9 +61,8 @@ def test_at_least_one_token_of_the_context_is_the_prompts_and_by_default_half(co
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, None])
 def test_a_length_that_is_no_positive_integer_is_refused_by_name(value):
-    with pytest.raises(RequestError, match="must be an integer of at least 1") as caught:
-        trimtab.plan(BASE, device="cpu", answer_tokens=value)
-    assert (caught.value.field, caught.value.value) == ("answer_tokens", value)
+    error = refused(trimtab.plan, BASE, device="cpu", answer_tokens=value, match="must be an integer of at least 1")
+    assert (error.field, error.value) == ("answer_tokens", value)
 
 
 def test_a_length_may_be_a_text_of_a_number():

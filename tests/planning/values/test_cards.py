@@ -511,9 +511,7 @@ def test_the_command_plans_for_a_card(capsys):
 
 @pytest.mark.parametrize("change", [{"memory_mib": "much"}, {"extra": 1}, {"estimated": 1}, {"name": None}, {"tflops": True}])
 def test_a_changed_profile_in_a_plan_file_is_refused(change):
-    with pytest.raises(RequestError) as caught:
-        Card.from_json(find_card("T4").to_json() | change)
-    assert caught.value.field.startswith("plan.card")
+    assert raised(RequestError, lambda: Card.from_json(find_card("T4").to_json() | change)).field.startswith("plan.card")
 
 
 def test_a_plan_is_chosen_by_the_link_that_the_card_has():

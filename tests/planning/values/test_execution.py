@@ -80,9 +80,8 @@ def test_a_mode_that_cannot_be_had_is_left_with_its_reason(changed, asked, machi
 
 @pytest.mark.parametrize("decode", ["graph", "fused"])
 def test_a_mode_asked_for_by_name_that_cannot_be_had_is_an_error(decode):
-    with pytest.raises(RequestError) as caught:
-        plan(anatomy=replace(E4B, capture_unsupported="layer 3 keeps a state"), decode=decode)
-    assert (caught.value.field, caught.value.value) == ("decode", decode) and "layer 3 keeps a state" in str(caught.value)
+    error = raised(RequestError, lambda: plan(anatomy=replace(E4B, capture_unsupported="layer 3 keeps a state"), decode=decode))
+    assert (error.field, error.value) == ("decode", decode) and "layer 3 keeps a state" in str(error)
 
 
 def test_graphs_need_a_gpu():

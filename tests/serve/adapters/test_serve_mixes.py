@@ -83,9 +83,7 @@ def test_the_field_adapter_names_one_or_several(pool):
     assert voice_of(pool, chat(model="demo", adapter={"b": 1})) == ("demo", "b")  # what it says, not the served weight
     assert voice_of(pool, EmbeddingsRequest(model="demo", input="x", adapter="a:2")) == ("demo", "a:2.0")
     for wrong in ({"model": "a", "adapter": "b"}, {"model": "demo", "adapter": {"nobody": 1.0}}, {"model": "demo", "adapter": {}}):
-        with pytest.raises(RequestError) as caught:
-            voice_of(pool, chat(**wrong))
-        assert caught.value.field.startswith("adapter")
+        assert refused(voice_of, pool, chat(**wrong)).field.startswith("adapter")
 
 
 def test_a_request_with_a_mix_reaches_the_model_and_a_wrong_one_is_400():
@@ -239,13 +237,9 @@ def test_an_adapter_of_a_mix_that_is_in_use_is_not_unloaded(loaded):
 def test_a_mix_without_room_is_refused_before_it_waits(loaded, monkeypatch):
     engine = engine_of(loaded, None)
     monkeypatch.setattr(type(loaded), "free_adapter_bytes", lambda self: 10)
-    with pytest.raises(DoesNotFitError) as caught:
-        engine.begin(ask("1", prompt=IDS, adapter=MIX))
+    error = raised(DoesNotFitError, lambda: engine.begin(ask("1", prompt=IDS, adapter=MIX)))
     assert (
-        caught.value.budget_bytes
-        == 10
-        < caught.value.needed_bytes
-        == loaded.mixes.needed_bytes([engine.shelf._held[name] for name in WEIGHTS])
+        error.budget_bytes == 10 < error.needed_bytes == loaded.mixes.needed_bytes([engine.shelf._held[name] for name in WEIGHTS])
     )
 
 

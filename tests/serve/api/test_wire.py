@@ -146,9 +146,7 @@ def test_a_prompt_of_no_form_is_refused_at_its_place(prompt, field):
 
 @pytest.mark.parametrize("prompt, field", [("", "prompt"), ([], "prompt"), (["a", ""], "prompt[1]"), ([[]], "prompt")])
 def test_an_empty_prompt_is_refused(prompt, field):
-    with pytest.raises(RequestError) as caught:
-        asking.prompts_of(completion(prompt=prompt))
-    assert caught.value.field == field
+    assert refused(lambda: asking.prompts_of(completion(prompt=prompt))).field == field
 
 
 # To jobs --------------------------------------------------------------------------------------------------------------
@@ -236,9 +234,8 @@ def test_what_is_beyond_the_limits_is_refused(fields, limits, field):
 def test_a_schema_of_impossible_numbers_is_refused(number):
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"maximum": 7}}}
     body = json.dumps({**CHAT, "response_format": schema}).replace("7", number)
-    with pytest.raises(RequestError) as caught:
-        jobs(wire.read(wire.ChatRequest, body.encode()), limits=Limits(schema_bytes=1000))
-    assert caught.value.field.startswith("response_format.json_schema")
+    error = refused(lambda: jobs(wire.read(wire.ChatRequest, body.encode()), limits=Limits(schema_bytes=1000)))
+    assert error.field.startswith("response_format.json_schema")
 
 
 def test_a_schema_reaches_the_job():
@@ -266,9 +263,8 @@ def test_prompts_times_choices_are_limited():
 
 
 def test_more_messages_than_the_limit_are_refused():
-    with pytest.raises(RequestError) as caught:
-        asking.check_media(chat(messages=CHAT["messages"] * 3), takes=("text",), limits=Limits(messages=2))
-    assert caught.value.field == "messages"
+    error = refused(lambda: asking.check_media(chat(messages=CHAT["messages"] * 3), takes=("text",), limits=Limits(messages=2)))
+    assert error.field == "messages"
 
 
 def test_a_developer_is_the_system_of_the_template():

@@ -154,9 +154,7 @@ def test_a_schema_and_the_tools_that_a_call_is_held_to_are_checked_where_the_req
     calls_of(asked(tools=tools, tool_choice={"type": "function", "function": {"name": "f0"}}), Limits())
     strict = [{"type": "function", "function": {**one["function"], "strict": True}} for one in tools]
     for fields in ({"tools": tools, "tool_choice": "required"}, {"tools": strict}):
-        with pytest.raises(RequestError, match="60005 remainders") as caught:
-            calls_of(asked(**fields), Limits())
-        assert caught.value.field == "tools"
+        assert refused(calls_of, asked(**fields), Limits(), match="60005 remainders").field == "tools"
 
 
 SENSIBLE = [

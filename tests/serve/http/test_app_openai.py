@@ -20,6 +20,7 @@ from pydantic import BaseModel
 import trimtab
 from tests import ROOT, waiting
 from tests.long_runs import crossed
+from tests.raised import raised
 from trimtab.cli import main as cli
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
@@ -294,9 +295,8 @@ def test_an_adapter_is_loaded_asked_and_unloaded(client, model):
     found = client.chat.completions.create(model="again", messages=asked(question), temperature=0)
     assert found.choices[0].message.content == question["answers"]["specialist"]
     admin.post("/unload_lora_adapter", body={"lora_name": "again"}, cast_to=object)
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.chat.completions.create(model="again", messages=asked(question))
-    assert caught.value.body["class"] == "UnknownModelError"
+    error = raised(openai.NotFoundError, lambda: client.chat.completions.create(model="again", messages=asked(question)))
+    assert error.body["class"] == "UnknownModelError"
 
 
 def test_the_examples_in_the_docs_run(address, capsys):

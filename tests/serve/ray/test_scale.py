@@ -98,9 +98,7 @@ def test_the_key_of_the_machine_that_runs_it_counts(monkeypatch):
     ({"adapters": {"one": "/1"}, "weights": {"one": 0.7}}, {}, "--adapter"),
 ])  # fmt: skip
 def test_what_cannot_hold_on_ray_is_refused(options, given, field):
-    with pytest.raises(RequestError) as caught:
-        scale.arguments_of([model(**options)], Settings(), **given)
-    assert caught.value.field == field
+    assert raised(RequestError, lambda: scale.arguments_of([model(**options)], Settings(), **given)).field == field
 
 
 @pytest.mark.parametrize("text, found", [("1", (1, 1)), ("3", (3, 3)), ("1..4", (1, 4))])

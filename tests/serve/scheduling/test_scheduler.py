@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.raised import raised, refused
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Event, Job
@@ -695,9 +696,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_back():
     scheduler, _, told, _ = make(queue_limit=2)
     for name in "abcd":  # two go to the free rows, although nobody has looked at them yet
         scheduler.submit(job(name, tokens=9))
-    with pytest.raises(QueueFullError) as caught:
-        scheduler.submit(job("e"))
-    assert caught.value.retry_after_s >= 1
+    assert raised(QueueFullError, lambda: scheduler.submit(job("e"))).retry_after_s >= 1
     for _ in range(2):
         scheduler.turn()
     assert (scheduler.running, scheduler.waiting) == (2, 2)
@@ -721,9 +720,8 @@ def test_what_cannot_fit_is_told_before_it_queues():
 def test_an_id_in_use_is_refused():
     scheduler, _, _, _ = make()
     scheduler.submit(job("a"))
-    with pytest.raises(RequestError) as caught:
-        scheduler.submit(job("a"))
-    assert (caught.value.field, caught.value.value) == ("id", "a")
+    error = refused(lambda: scheduler.submit(job("a")))
+    assert (error.field, error.value) == ("id", "a")
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])

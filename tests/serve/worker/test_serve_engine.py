@@ -424,9 +424,8 @@ def test_a_prompt_that_cannot_be_prepared_waits_for_no_schema(engine, monkeypatc
     monkeypatch.setattr(engine.inputs, "compiled", lambda job, inputs: has_begun.set() or goes_on.wait(20))
     slow = engine.prepare(ask("a", schema=SCHEMA))
     assert has_begun.wait(20)
-    with pytest.raises(RequestError) as caught:
-        engine.prepare(ask("b", prompt={"text": "x" * 40_000}, schema=SCHEMA)).result(20)
-    assert caught.value.field == "prompt" and not slow.done()
+    error = refused(lambda: engine.prepare(ask("b", prompt={"text": "x" * 40_000}, schema=SCHEMA)).result(20))
+    assert error.field == "prompt" and not slow.done()
     goes_on.set()
     assert slow.result(20)
 

@@ -141,10 +141,9 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_and_not_tried_again(start):
     supervisor = start({"fail": True}, is_waited_for=False)
     assert raised(WorkerError, supervisor.wait_ready, WAIT_S).error["class"] == "CheckpointError"
     assert (supervisor.state, supervisor.restarts) == ("failed", 0)
-    with pytest.raises(ModelFailedError) as failed:
-        supervisor.submit(job("1", "echo"), print)
-    assert "no model" in str(failed.value)
-    response = error_response(*error_from_worker(failed.value.to_dict()))
+    error = raised(ModelFailedError, lambda: supervisor.submit(job("1", "echo"), print))
+    assert "no model" in str(error)
+    response = error_response(*error_from_worker(error.to_dict()))
     assert response.status_code == 503 and response.headers["retry-after"] == "30"
 
 
@@ -228,9 +227,7 @@ def test_a_worker_that_the_system_does_not_start_can_be_started_again(monkeypatc
 def test_a_worker_that_hangs_in_a_call_is_killed(start):
     supervisor = start(patience=Patience(unresponsive_s=0.5, restart_s=1.0))
     assert supervisor.call("numbers").result(WAIT_S)
-    with pytest.raises(WorkerDiedError) as caught:
-        supervisor.call("hang").result(WAIT_S)
-    assert "did not respond" in str(caught.value)
+    assert "did not respond" in str(raised(WorkerDiedError, lambda: supervisor.call("hang").result(WAIT_S)))
     assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done" and supervisor.restarts == 1
 
 
@@ -278,9 +275,7 @@ def test_a_worker_in_work_that_it_announced_is_ready(start):
 
 def test_calls_are_answered_or_end_with_the_worker(supervisor):
     assert supervisor.call("numbers").result(WAIT_S) == {"what": "numbers"}
-    with pytest.raises(WorkerError) as caught:
-        supervisor.call("bad").result(WAIT_S)
-    assert caught.value.error["fields"] == {"field": "what"}
+    assert raised(WorkerError, lambda: supervisor.call("bad").result(WAIT_S)).error["fields"] == {"field": "what"}
     ask(supervisor, job("1", "hang"))
     waiting = supervisor.call("numbers")
     os.kill(supervisor.pid, KILL)

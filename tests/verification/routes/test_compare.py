@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.errors import RequestError
+from tests.raised import refused
 from trimtab.verification.routes import alarm_rate as criterion
 from trimtab.verification.routes import compare
 from trimtab.verification.routes.compare import DRAW, Difference, Noise, NoiseFloor, difference
@@ -89,9 +89,8 @@ def test_masked_values_of_both_are_no_difference():
 
 
 def test_shapes_must_agree():
-    with pytest.raises(RequestError, match=r"\[3, 4\] cannot be compared with \[3, 5\]") as caught:
-        difference(torch.zeros(3, 4), torch.zeros(3, 5))
-    assert caught.value.field == "logits"
+    error = refused(difference, torch.zeros(3, 4), torch.zeros(3, 5), match=r"\[3, 4\] cannot be compared with \[3, 5\]")
+    assert error.field == "logits"
 
 
 def drawn(prompt: str, sizes: list[float]) -> tuple[Noise, ...]:

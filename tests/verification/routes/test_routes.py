@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import ROOT, pico, stock
-from tests.raised import refused
+from tests.raised import raised, refused
 from trimtab.errors import DeviceError, DoesNotFitError, UpstreamError
 from trimtab.process import phases
 from trimtab.request import LoadRequest
@@ -271,9 +271,8 @@ def test_an_error_of_ours_keeps_its_kind_and_fields(tmp_path):
     route = own(folder, gpu_memory_bytes=1000).to_json()
     lines = []
     isolated.main({"module": routes.OWN, "request": {"route": route, "items": []}}, lines.append)
-    with pytest.raises(DoesNotFitError) as caught:
-        routes.raise_told(json.loads(json.dumps(lines)), "it")
-    assert caught.value.budget_bytes == 1000 and caught.value.needed_bytes > 1000 and "budget" in str(caught.value)
+    error = raised(DoesNotFitError, lambda: routes.raise_told(json.loads(json.dumps(lines)), "it"))
+    assert error.budget_bytes == 1000 and error.needed_bytes > 1000 and "budget" in str(error)
 
 
 def test_an_error_that_leaves_its_process_is_raised_here(tmp_path, monkeypatch):
