@@ -194,10 +194,12 @@ def test_adapter_weights_have_the_dtype_of_stock(work: Path, autocast: bool, dty
     assert {value.dtype for name, value in model.named_parameters() if "lora_" in name} == {dtype}
 
 
-def test_rank_and_alpha_patterns_survive_the_resolved_names(work: Path) -> None:
-    adapter = adapter_of(
-        work, name="patterns", rank_pattern={"q_proj.linear": 8, "up_proj": 2}, alpha_pattern={"down_proj": 3}, rslora=True
-    )
+@pytest.mark.parametrize("name, options", [
+    ("patterns", {"rank_pattern": {"q_proj.linear": 8, "up_proj": 2}, "alpha_pattern": {"down_proj": 3}, "rslora": True}),
+    ("dora-text", {"dora": True, "targets": "text"}),  # its modules are resident
+], ids=["patterns", "dora"])  # fmt: skip
+def test_patterns_and_dora_of_a_split_base_answer_as_stock(work: Path, name: str, options: dict[str, Any]) -> None:
+    adapter = adapter_of(work, name=name, **options)
     expected = stock.with_adapter(stock.load_stock(folder_of(work), device=DEVICE), adapter)
     model = bridged(split.load(folder_of(work), split.towers_off()), adapter)
     given = inputs_of(model)
@@ -625,14 +627,6 @@ def test_dora_on_offloaded_modules_is_refused(work: Path, name: str) -> None:
     adapter = adapter_of(work, name="dora", dora=True)
     error = refusal(split.load(folder_of(work), device_map(name)), adapter)
     assert error.package == "peft" and "DoRA on" in str(error)
-
-
-def test_dora_on_resident_modules_of_a_split_base_answers_as_stock(work: Path) -> None:
-    adapter = adapter_of(work, name="dora-text", dora=True, targets="text")
-    expected = stock.with_adapter(stock.load_stock(folder_of(work), device=DEVICE), adapter)
-    model = bridged(split.load(folder_of(work), split.towers_off()), adapter)
-    given = inputs_of(model)
-    assert same(stock.logits(model, given), stock.logits(expected, given))
 
 
 def test_base_with_adapters_is_refused(work: Path) -> None:

@@ -72,15 +72,11 @@ def probe(bug_id: str, kit: Kit) -> Seen:
 
 
 @needs_peft
-@pytest.mark.parametrize("bug_id", NEED_SPLIT_OR_QUANTIZED)
-def test_without_a_split_and_without_quantization_the_probe_says_fixed(bug_id, folder):
-    assert probe(bug_id, WholeKit(folder)).state == FIXED
-
-
-@needs_peft
-@pytest.mark.parametrize("bug_id", NEED_GEMMA4)
-def test_on_another_family_the_probe_says_fixed(bug_id, folder):
-    assert probe(bug_id, LlamaKit(folder)).state == FIXED
+@pytest.mark.parametrize(("bug_id", "kit"), [
+    *((one, WholeKit) for one in NEED_SPLIT_OR_QUANTIZED), *((one, LlamaKit) for one in NEED_GEMMA4),
+])  # fmt: skip
+def test_without_what_a_bug_needs_the_probe_says_fixed(bug_id, kit, folder):
+    assert probe(bug_id, kit(folder)).state == FIXED
 
 
 @needs_peft

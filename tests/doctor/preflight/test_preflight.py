@@ -216,19 +216,14 @@ def partly_offloaded(e2b: Path, adapter: Path, versions: dict[str, str], quant: 
     return judge(e2b, versions=versions, adapter=adapter, device_map=REPORTED, machine=gpu(base + 6), quant=quant)
 
 
-@pytest.mark.parametrize(("versions", "quant", "bug"), [
-    (NEW, "nf4-dq", "A1"), (OLD, "int8", "A3"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((OLD, "nf4-dq", "A3"), (NEW, "nf4", "A2"))),
+@pytest.mark.parametrize(("versions", "quant", "fails"), [
+    (NEW, "nf4-dq", {"A1"}), (OLD, "int8", {"A3"}), (NEW, "int8", set()),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((OLD, "nf4-dq", {"A3"}), (NEW, "nf4", {"A2"}))),
 ])  # fmt: skip
-def test_offloading_quantized_layers_fails_as_the_versions_do(e2b, e2b_adapter, versions, quant, bug):
+def test_offloading_quantized_layers_fails_as_the_versions_do(e2b, e2b_adapter, versions, quant, fails):
     found = partly_offloaded(e2b, e2b_adapter, versions, quant)
-    assert found.second is not None and found.second.offloaded_quantized and bug in bugs(found, FAILS)
-    assert not {"A1", "A2", "A3"} - {bug} & set(bugs(found))
-
-
-def test_newest_int8_layers_survive_the_offload(e2b, e2b_adapter):
-    found = partly_offloaded(e2b, e2b_adapter, NEW, "int8")
-    assert found.second is not None and found.second.offloaded_quantized and not {"A1", "A2", "A3"} & set(bugs(found))
+    assert found.second is not None and found.second.offloaded_quantized and fails <= set(bugs(found, FAILS))
+    assert {"A1", "A2", "A3"} & set(bugs(found)) == fails
 
 
 def test_shared_keys_fail_with_the_layer_of_the_report(e2b, e2b_adapter):

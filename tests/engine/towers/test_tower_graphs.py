@@ -365,17 +365,11 @@ def cut(model, x):
             stops += 1
 
 
-@pytest.mark.parametrize("how", ["plain", "holds", "reads"])
-def test_what_somebody_holds_is_kept(how):
+@pytest.mark.parametrize("how, counts", [("plain", {2}), ("holds", {2}), ("reads", {2}), ("writes", {0, 1})])
+def test_what_somebody_holds_is_kept_and_what_is_written_into_is_not_cut(how, counts):
     model, x = Reading(how), torch.randn(2, 4)
     found, stops = cut(model, x)
-    assert torch.equal(found, model(x)) and stops == 2
-
-
-def test_what_is_written_into_is_not_cut():
-    model, x = Reading("writes"), torch.randn(2, 4)
-    found, stops = cut(model, x)
-    assert torch.equal(found, model(x)) and stops <= 1
+    assert torch.equal(found, model(x)) and stops in counts
 
 
 def test_code_between_layers_never_computes_with_what_was_not_kept():

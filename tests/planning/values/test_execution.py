@@ -246,14 +246,12 @@ def test_eight_bits_keep_the_decoder_on_a_card_of_4_gib():
     assert chosen.execution.tokens_per_s > 3 * whole.execution.tokens_per_s
 
 
-def test_the_head_stays_full_where_the_decoder_fits():
-    execution = plan(8, head="auto").execution
-    assert (execution.head, execution.head_reason) == ("full", "the whole decoder stays on the device")
-
-
-def test_an_adapter_on_the_head_forces_the_full_one():
-    execution = plan(4, head="auto", refused="adapter a changes lm_head").execution
-    assert (execution.head, execution.head_reason) == ("full", "adapter a changes lm_head")
+@pytest.mark.parametrize("gpu, refused, reason", [
+    (8, None, "the whole decoder stays on the device"), (4, "adapter a changes lm_head", "adapter a changes lm_head"),
+], ids=["the decoder fits", "an adapter on the head"])  # fmt: skip
+def test_the_head_stays_full(gpu, refused, reason):
+    execution = plan(gpu, head="auto", **({"refused": refused} if refused else {})).execution
+    assert (execution.head, execution.head_reason) == ("full", reason)
 
 
 def test_a_head_asked_for_is_taken():

@@ -34,7 +34,7 @@ def error_of(path, pool=None, **fields):
     return found.json()["error"]
 
 
-@pytest.mark.parametrize("fields, param", [
+RESPONSES = [
     ({"input": "x" * 200_000}, "input"), ({"input": " "}, "input"), ({"input": [user("")]}, "input[0].content"),
     ({"instructions": "Be kind", "input": [user("a"), user([{"type": "input_text", "text": "b"},
       {"type": "input_image", "image_url": NO_IMAGE}])]}, "input[1].content[1].image_url"),
@@ -53,13 +53,8 @@ def error_of(path, pool=None, **fields):
     ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
     ({"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"$ref": "#"}}}},
      "text.format.schema"),
-])  # fmt: skip
-def test_an_error_of_a_response_names_the_field_that_was_sent(fields, param):
-    error = error_of("/v1/responses", **fields)
-    assert error["param"] == param and error["fields"]["field"] == param and error["message"].startswith(param)
-
-
-@pytest.mark.parametrize("fields, param", [
+]  # fmt: skip
+MESSAGES = [
     ({"messages": [user("x" * 200_000)]}, "messages"), ({"messages": [user("")], "system": "s"}, "messages[0].content"),
     ({"system": "Be kind", "messages": [user([{"type": "text", "text": "a"},
       {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}])]},
@@ -73,9 +68,14 @@ def test_an_error_of_a_response_names_the_field_that_was_sent(fields, param):
      "tool_choice.name"),
     ({"messages": [user("a")], "stop_sequences": [""]}, "stop_sequences"),
     ({"messages": [user("a")], "stop_sequences": ["x" * 1025]}, "stop_sequences[0]"),
-])  # fmt: skip
-def test_an_error_of_a_message_names_the_field_that_was_sent(fields, param):
-    error = error_of("/v1/messages", **fields)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "path, fields, param", [*(("/v1/responses", *one) for one in RESPONSES), *(("/v1/messages", *one) for one in MESSAGES)]
+)
+def test_an_error_of_a_response_or_message_names_the_field_that_was_sent(path, fields, param):
+    error = error_of(path, **fields)
     assert error["param"] == param and error["fields"]["field"] == param and error["message"].startswith(param)
 
 

@@ -235,18 +235,12 @@ def test_a_streamed_completion_ends_with_its_reason():
     assert pool.jobs[0].prompt == [1, 2, 3]
 
 
-def test_pictures_become_bytes_in_the_job():
-    pool = MockPool()
-    parts = [{"type": "image_url", "image_url": {"url": PICTURE, "detail": "auto"}}, {"type": "text", "text": "?"}]
-    assert chat(client(pool), messages=[{"role": "user", "content": parts}]).status_code == 200
-    assert pool.jobs[0].prompt == [{"role": "user", "content": [{"type": "image", "image": PNG}, {"type": "text", "text": "?"}]}]
-
-
-def test_low_detail_and_names_reach_the_job():
-    pool = MockPool()
-    parts = [{"type": "image_url", "image_url": {"url": PICTURE, "detail": "low"}}]
-    assert chat(client(pool), messages=[{"role": "user", "name": "bob", "content": parts}]).status_code == 200
-    assert pool.jobs[0].prompt == [{"role": "user", "name": "bob", "content": [{"type": "image", "image": PNG, "detail": "low"}]}]
+@pytest.mark.parametrize("detail, more, kept", [("auto", [{"type": "text", "text": "?"}], {}), ("low", [], {"detail": "low"})])
+def test_pictures_become_bytes_in_the_job_and_low_detail_and_names_reach_it(detail, more, kept):
+    pool, said = MockPool(), {"role": "user", "name": "bob"} if kept else {"role": "user"}
+    parts = [{"type": "image_url", "image_url": {"url": PICTURE, "detail": detail}}, *more]
+    assert chat(client(pool), messages=[said | {"content": parts}]).status_code == 200
+    assert pool.jobs[0].prompt == [said | {"content": [{"type": "image", "image": PNG, **kept}, *more]}]
 
 
 def test_a_lenient_server_says_in_a_header_what_it_did_not_use():

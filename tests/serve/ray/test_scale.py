@@ -375,19 +375,14 @@ def test_what_had_said_nothing_is_tried_once_more_if_asked():
     on_front(Handle([OSError()], answer), not_twice)
 
 
-@pytest.mark.parametrize("script", [[], words(job(), "so far")[:2]])
+@pytest.mark.parametrize(
+    "script", [[], words(job(), "so far")[:2], [asyncio.CancelledError()]], ids=["nothing", "words", "a cancellation"]
+)
 def test_an_answer_without_an_end_is_an_error(script):
     async def work(replicas, ask):
         assert error_class(await ask(job())) == "WorkerDiedError"
 
     on_front(Handle(script), work)
-
-
-def test_a_cancellation_that_nobody_asked_for_is_an_error():
-    async def work(replicas, ask):
-        assert error_class(await ask(job())) == "WorkerDiedError"
-
-    on_front(Handle([asyncio.CancelledError()]), work)
 
 
 def test_what_is_ours_is_told_as_it_is_and_not_tried_again():
