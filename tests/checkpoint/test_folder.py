@@ -400,7 +400,8 @@ def test_main_chooses_among_snapshots(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hub_id, name", [("org/tiny", "models--org--tiny"), ("gpt2", "models--gpt2")])
 def test_hub_id_is_looked_up_in_the_cache(tmp_path: Path, hub_id: str, name: str) -> None:
-    assert read_checkpoint(hub_id).folder == cached(tmp_path / "hub", name, main=REVISION) / "snapshots" / REVISION
+    folder = cached(tmp_path / "hub", name, main=REVISION)
+    assert read_checkpoint(hub_id).folder == folder / "snapshots" / REVISION
 
 
 def test_a_path_of_three_names_is_no_hub_id(tmp_path: Path) -> None:
