@@ -430,10 +430,9 @@ def test_a_placement_flag_on_a_saved_plan_has_no_effect_and_is_refused(asks, tmp
 
 
 def test_sampling_flags_reach_the_request():
-    options = cli.parser().parse_args([
-        "run", "m", "p", "--max-new-tokens", "3", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.9", "--min-p", "0.1",
-        "--repetition-penalty", "1.2", "--seed", "7", "--stop", "a", "--stop", "b",
-    ])  # fmt: skip
+    given = {"max-new-tokens": 3, "temperature": 0.5, "top-k": 4, "top-p": 0.9, "min-p": 0.1, "repetition-penalty": 1.2, "seed": 7}
+    typed = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    options = cli.parser().parse_args(["run", "m", "p", *typed, "--stop", "a", "--stop", "b"])
     assert flags.sampling_options(options) == {
         "max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2,
         "seed": 7, "stop": ("a", "b"),

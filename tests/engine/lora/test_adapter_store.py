@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.raised import refused
 from trimtab.engine.lora.layers import Holders
 from trimtab.engine.lora.store import BASE, EAGER, AdapterStore, Selection, covered
 from trimtab.errors import RequestError
@@ -49,7 +48,9 @@ def test_a_selection_does_not_change_after_it_was_made():
 
 @pytest.mark.parametrize(("rows", "towers", "field"), [([], {}, "rows"), (["a", "b"], {"text": ["a"]}, "towers")])
 def test_a_selection_of_nothing_is_refused(rows, towers, field):
-    assert refused(Selection.of_rows, rows, towers).field == field
+    with pytest.raises(RequestError) as caught:
+        Selection.of_rows(rows, towers)
+    assert caught.value.field == field
 
 
 def test_an_equal_selection_keeps_the_row_numbers_that_are_on_the_device():
