@@ -8,6 +8,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from tests.raised import raised
 from trimtab.adapters.adapter import AdapterFile, AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, Part, TensorRow
@@ -31,6 +34,21 @@ def write_adapter(folder: Path, shapes: Shapes, *, dtype: str = "float32", **con
     (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **config}))
     return folder
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
+    """Write a new folder as PEFT does, with these tensors."""
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def rewritten(source: Path, folder: Path, change: Any = None, **config: Any) -> Path:
+    """Write a copy of an adapter with other tensors and fields."""
+    tensors = load_file(source / "adapter_model.safetensors")
+    stored = json.loads((source / "adapter_config.json").read_text("utf-8")) | config
+    return write_tensors(folder, tensors if change is None else change(tensors), stored)
 
 
 def row(path: str, shape: tuple[int, ...], *, kind: str = "linear", part: Part = "language", **options: Any) -> ModuleRow:

@@ -16,10 +16,11 @@ import transformers
 from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from tests import pico, split, stock
+from tests.adapter_files import rewritten
 from tests.raised import raised, refused
 from trimtab.bridge import check, load_peft
 from trimtab.bridge.hooks import execution_device, hooks_of
@@ -445,16 +446,6 @@ def test_a_deep_copy_has_its_own_load_adapter(work: Path) -> None:
 # Keys -----------------------------------------------------------------------------------------------------------------
 
 
-def edited(work: Path, folder: Path, change: Any) -> Path:
-    """Return a copy of the adapter with its tensors changed."""
-    source = adapter_of(work)
-    folder.mkdir(exist_ok=True)
-    tensors = load_file(source / "adapter_model.safetensors")
-    save_file(change(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_bytes((source / "adapter_config.json").read_bytes())
-    return folder
-
-
 def test_keys_of_kv_shared_layers_are_said_and_change_nothing(
     work: Path, tmp_path: Path, reference: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -464,7 +455,7 @@ def test_keys_of_kv_shared_layers_are_said_and_change_nothing(
         new = {key.replace("layers.0", f"layers.{n}"): value.clone() for key, value in old.items() for n in (3, 4)}
         return tensors | {key: value for key, value in new.items() if "language_model" in key}
 
-    adapter = edited(work, tmp_path / "shared", add)
+    adapter = rewritten(adapter_of(work), tmp_path / "shared", add)
     with caplog.at_level(logging.WARNING, logger="trimtab.bridge"):
         model = bridged(split.load(folder_of(work), split.towers_off()), adapter)
     assert same(stock.logits(model, inputs_of(model)), reference["all"])
@@ -481,14 +472,14 @@ def test_every_key_that_fits_nothing_is_listed_and_nothing_is_changed(work: Path
 
     base = split.load(folder_of(work), split.towers_off())
     before = split.placement(base)
-    error = raised(AdapterError, lambda: load_peft(base, edited(work, tmp_path / "wrong", spoil)))
+    error = raised(AdapterError, lambda: load_peft(base, rewritten(adapter_of(work), tmp_path / "wrong", spoil)))
     assert sum("layers.77.mlp" in problem for problem in error.problems) == 6
     assert split.placement(base) == before and not any("lora" in path for path, _ in base.named_modules())
 
 
 def test_half_a_pair_is_refused(work: Path, tmp_path: Path) -> None:
     key = "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_B.weight"
-    adapter = edited(work, tmp_path / "half", lambda tensors: {k: v for k, v in tensors.items() if k != key})
+    adapter = rewritten(adapter_of(work), tmp_path / "half", lambda tensors: {k: v for k, v in tensors.items() if k != key})
     error = raised(AdapterError, lambda: load_peft(split.load(folder_of(work), split.towers_off()), adapter))
     assert any("lora_B missing" in problem for problem in error.problems)
 
@@ -503,7 +494,7 @@ def test_values_that_are_not_finite_are_refused_before_the_base_is_changed(work:
 
     base = split.load(folder_of(work), split.towers_off())
     before = split.placement(base)
-    error = raised(AdapterError, lambda: load_peft(base, edited(work, tmp_path / "spoiled", spoil)))
+    error = raised(AdapterError, lambda: load_peft(base, rewritten(adapter_of(work), tmp_path / "spoiled", spoil)))
     assert [problem.split(":")[0] for problem in error.problems] == [key]
     assert split.placement(base) == before and not any("lora" in path for path, _ in base.named_modules())
 
@@ -517,9 +508,9 @@ def test_a_full_copy_of_a_base_weight_is_compared_not_written(work: Path, tmp_pa
     name = "model.language_model.embed_tokens.weight"
     key = f"base_model.model.{name}"
     weight = stock.load_stock(folder_of(work)).state_dict()[name]
-    same = edited(work, tmp_path / "same", lambda tensors: tensors | {key: weight.clone()})
+    same = rewritten(adapter_of(work), tmp_path / "same", lambda tensors: tensors | {key: weight.clone()})
     load_peft(split.load(folder_of(work), split.towers_off()), same)
-    other = edited(work, tmp_path / "other", lambda tensors: tensors | {key: weight + 1})
+    other = rewritten(adapter_of(work), tmp_path / "other", lambda tensors: tensors | {key: weight + 1})
     error = raised(AdapterError, lambda: load_peft(split.load(folder_of(work), split.towers_off()), other))
     assert [problem.split(":")[0] for problem in error.problems] == [key, key][: len(error.problems)]
 

@@ -17,11 +17,12 @@ import transformers
 from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 import trimtab
 from tests import pico, split, stock
+from tests.adapter_files import rewritten
 from tests.bridge.test_bridge import adapter_of, folder_of
 from tests.raised import raised, refused
 from trimtab.bridge import row_scales
@@ -221,12 +222,7 @@ def test_fused_experts_stay_in_full_precision(work: Path) -> None:
 
 def without(work: Path, folder: Path, dropped: str) -> Path:
     """Return a llama adapter without the tensors whose name holds the text."""
-    source = adapter_of(work, "llama")
-    folder.mkdir()
-    tensors = {key: value for key, value in load_file(source / "adapter_model.safetensors").items() if dropped not in key}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_bytes((source / "adapter_config.json").read_bytes())
-    return folder
+    return rewritten(adapter_of(work, "llama"), folder, lambda found: {key: found[key] for key in found if dropped not in key})
 
 
 def test_adapter_whose_keys_did_not_fit_does_nothing(work: Path, tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests import ROOT, pico
+from tests.adapter_files import rewritten
 from tools import former_names
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
@@ -44,15 +45,6 @@ def test_every_former_name_leads_to_a_module(name: str) -> None:
 # Adapters --------------------------------------------------------------------------------------------------------------
 
 
-def _respelled(source: Path, folder: Path, change: Any, **config: Any) -> Path:
-    folder.mkdir()
-    tensors = load_file(source / "adapter_model.safetensors")
-    save_file({change(key): value for key, value in tensors.items()}, folder / "adapter_model.safetensors", {"format": "pt"})
-    stored = json.loads((source / "adapter_config.json").read_text()) | config
-    (folder / "adapter_config.json").write_text(json.dumps(stored))
-    return folder
-
-
 VISION = Rename("model", "vision_tower", r"^vision_model\.(.+)", r"\1")
 SPELLINGS = {
     "of 4.57": lambda key: key.replace("vision_tower.encoder", "vision_tower.vision_model.encoder"),
@@ -62,6 +54,10 @@ SPELLINGS = {
         .replace("model.model.multi_modal_projector", "model.multi_modal_projector")
     ),
 }
+
+
+def _respelled(source: Path, folder: Path, change: Any, **config: Any) -> Path:
+    return rewritten(source, folder, lambda tensors: {change(key): value for key, value in tensors.items()}, **config)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import trimtab
 from tests import pico
+from tests.adapter_files import write_tensors
 from tests.cuda_on_cpu import run
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.formats import int8_head as head8
@@ -358,10 +359,7 @@ def on_the_head(base: Path, folder: Path, *, dora: bool = False) -> Path:
         "peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["lm_head"], "use_dora": dora, "bias": "none",
         "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base),
     }  # fmt: skip
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
+    return write_tensors(folder, tensors, config)
 
 
 def test_lora_on_the_head_is_added_to_the_8_bit_product(base, tmp_path):

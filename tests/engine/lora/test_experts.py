@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import trimtab
 from tests import pico
+from tests.adapter_files import rewritten, write_tensors
 from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
 from tests.long_runs import halved
 from tests.merged_models import load
@@ -80,16 +80,6 @@ def of_peft(base: Path, adapter: Path) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return of_model(PeftModel.from_pretrained(load(base), str(adapter)).eval())
-
-
-def rewritten(source: Path, folder: Path, change: Any = None, **config: Any) -> Path:
-    """Write a copy of an adapter with other tensors and fields."""
-    folder.mkdir()
-    tensors = load_file(source / "adapter_model.safetensors")
-    save_file(tensors if change is None else change(tensors), folder / "adapter_model.safetensors", {"format": "pt"})
-    stored = json.loads((source / "adapter_config.json").read_text()) | config
-    (folder / "adapter_config.json").write_text(json.dumps(stored))
-    return folder
 
 
 WORKS = ("mixtral", "gpt_oss")
@@ -242,9 +232,7 @@ def single_adapter(
             changes[f"{path}.{name}"] = change.mT if is_transposed else change
     if ranks:
         config["rank_pattern"] = {rf"experts\.3\.{LAYERS['down'][alias]}": 3}
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    write_tensors(folder, tensors, config)
     return changes
 
 

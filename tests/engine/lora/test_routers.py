@@ -14,6 +14,7 @@ from torch import nn
 
 import trimtab
 from tests import pico
+from tests.adapter_files import write_tensors
 from tests.merged_models import load
 from tools import former_names
 from trimtab.adapters.adapter import match_adapter, read_adapter
@@ -50,11 +51,8 @@ def router_adapter(family: str, base: Path, folder: Path, *, strength: float = 0
             former = path.replace("mlp.gate", FORMER[family])
             for role, shape in (("A", (3, in_size)), ("B", (out_size, 3))):
                 tensors[f"base_model.model.{former}.lora_{role}.weight"] = strength * torch.randn(shape, generator=generator)
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     stored = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "gate"], "task_type": "CAUSAL_LM"}
-    (folder / "adapter_config.json").write_text(json.dumps(stored | {"peft_version": "0.17.1"} | config))
-    return folder
+    return write_tensors(folder, tensors, stored | {"peft_version": "0.17.1"} | config)
 
 
 @pytest.fixture(scope="module", params=FORMER)

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 from bench.planted import Planted
+from tests.adapter_files import rewritten
 from tests.raised import raised
 from trimtab.cli import main as cli
 from trimtab.demo.demo import FOLDER as DEMO
@@ -25,18 +26,9 @@ from trimtab.verification.server.verdict import nothing_to_tell
 STYLE, OTHER, BASE = DEMO / "adapters" / "style", DEMO / "adapters" / "rslora-dora", DEMO / "base"
 
 
-def copied(adapter, folder, **config):
-    """Return a copy of an adapter with another configuration."""
-    folder.mkdir()
-    values = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
-    (folder / "adapter_config.json").write_text(json.dumps({**values, **config}), "utf-8")
-    (folder / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())
-    return folder
-
-
 def served_scaled(folder):
     """Return the adapter style with another scale."""
-    return copied(STYLE, folder / "scaled", use_rslora=True)
+    return rewritten(STYLE, folder / "scaled", use_rslora=True)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +146,7 @@ def test_every_fault_of_an_adapter_is_an_adapter_that_loads_and_acts_otherwise(s
 
 
 def test_patterns_that_are_ignored_give_the_scale_of_the_defaults(tmp_path):
-    folder = copied(STYLE, tmp_path / "patterned", alpha_pattern={"q_proj": 64})
+    folder = rewritten(STYLE, tmp_path / "patterned", alpha_pattern={"q_proj": 64})
     plan = trimtab.plan(BASE, adapters={"p": folder}, quant="none", context=64)
     with trimtab.load(plan, decode="eager") as model:
         faults, _ = write_faults(model.adapter_spec("p"), tmp_path / "faults", {})
@@ -164,7 +156,7 @@ def test_patterns_that_are_ignored_give_the_scale_of_the_defaults(tmp_path):
 
 
 def test_a_connectors_part_that_is_dropped_is_a_fault_of_its_own(tmp_path):
-    folder = copied(STYLE, tmp_path / "joined")
+    folder = rewritten(STYLE, tmp_path / "joined")
     file = folder / "adapter_model.safetensors"
     tensors = load_file(str(file))
     weights = {}

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 import trimtab
 from bench.planted import Both, Planted
 from tests import pico
+from tests.adapter_files import write_tensors
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from tests.peers import tiny_llama
 from trimtab.adapters.adapter import match_adapter, read_adapter
@@ -113,10 +114,7 @@ def by_expert(adapter, folder):
                 found[f"{head}.experts.{expert}.{layer}.lora_{role}.weight"] = part.clone()
     config = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
     config |= {"target_parameters": None, "target_modules": [*config["target_modules"], "gate_proj", "up_proj", "down_proj"]}
-    folder.mkdir()
-    save_file(found, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
+    return write_tensors(folder, found, config)
 
 
 def test_faults_of_pairs_of_single_experts_are_planted(base, adapter, faults, tmp_path):
