@@ -8,8 +8,10 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import pytest
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from tests.raised import raised
 from trimtab.adapters.adapter import AdapterFile, AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, Part, TensorRow
 from trimtab.checkpoint.headers import TensorEntry
@@ -32,6 +34,21 @@ def write_adapter(folder: Path, shapes: Shapes, *, dtype: str = "float32", **con
     (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **config}))
     return folder
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
+    """Write a new folder as PEFT does, with these tensors."""
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def rewritten(source: Path, folder: Path, change: Any = None, **config: Any) -> Path:
+    """Write a copy of an adapter with other tensors and fields."""
+    tensors = load_file(source / "adapter_model.safetensors")
+    stored = json.loads((source / "adapter_config.json").read_text("utf-8")) | config
+    return write_tensors(folder, tensors if change is None else change(tensors), stored)
 
 
 def row(path: str, shape: tuple[int, ...], *, kind: str = "linear", part: Part = "language", **options: Any) -> ModuleRow:
@@ -84,16 +101,13 @@ def match(folder: Path, shapes: Shapes, anatomy: Anatomy | None = None, **config
 
 
 def refused(path: Path) -> tuple[str, ...]:
-    with pytest.raises(AdapterError) as caught:
-        read_adapter(path)
-    return caught.value.problems
+    return raised(AdapterError, read_adapter, path).problems
 
 
 def problems_of(folder: Path, shapes: Shapes, anatomy: Anatomy | None = None, **config: Any) -> tuple[str, ...]:
-    with pytest.raises(AdapterError) as caught:
-        match(folder, shapes, anatomy, **config)
-    assert caught.value.path == str(folder)
-    return caught.value.problems
+    error = raised(AdapterError, match, folder, shapes, anatomy, **config)
+    assert error.path == str(folder)
+    return error.problems
 
 
 def embedding(path: str = f"{TEXT}.embed_tokens") -> Shapes:

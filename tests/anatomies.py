@@ -257,11 +257,9 @@ def small(
             rows.append(other(f"{path}.experts", "Experts", weights, block=path, part="language", kind="experts"))
     if table:
         path = f"{root}.embed_tokens_per_layer"
-        rows.append(
-            other(
-                path, "Embedding", (tensor(f"{path}.weight", *table),), block=path, part="table", kind="embedding", gather_only=True
-            )
-        )
+        rows.append(other(
+            path, "Embedding", (tensor(f"{path}.weight", *table),), block=path, part="table", kind="embedding", gather_only=True,
+        ))  # fmt: skip
     for number, (out, inside) in enumerate(vision):
         path = f"model.vision_tower.layers.{number}"
         rows.append(linear(f"{path}.mlp.up_proj", out, inside, block=path, part="vision", quantized=quantized))

@@ -7,11 +7,11 @@ block, so formats of 4 and 8 bits do not round it. Of the two experts of a token
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+
+from tests.adapter_files import write_tensors
 
 ENGLISH = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 GERMAN = ("eins", "zwei", "drei", "vier", "fuenf", "sechs", "sieben", "acht")
@@ -87,10 +87,7 @@ def adapter(folder: Path, kind: str) -> Path:
     else:  # of lora_B's columns the expert is the fastest index
         tensors = {f"{stem}.lora_A.weight": A.reshape(-1, INNER), f"{stem}.lora_B.weight": B.permute(1, 2, 0).reshape(WIDTH, -1)}
         config["target_parameters"] = [f"layers.{layer}.mlp.experts.down_proj"]
-    folder.mkdir()
-    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "adapter_model.safetensors", {"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+    return write_tensors(folder, {name: value.contiguous() for name, value in tensors.items()}, config)
 
 
 def counted(word: str, tokens: int, kind: str | None = None) -> list[str]:

@@ -501,8 +501,7 @@ def _targets(model: Any, targets: str, embeddings: bool) -> str | list[str]:
     paths = [path for path, module in model.named_modules() if type(module) is nn.Linear and re.fullmatch(wanted, path)]
     if embeddings:
         paths.append(next(path for path, _ in model.named_modules() if path.endswith(".embed_tokens")))
-    numbered = {re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(path)) for path in paths}
-    return "|".join(sorted(numbered))
+    return "|".join(sorted({re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(path)) for path in paths}))
 
 
 def _randomize(peft_model: Any, generator: torch.Generator) -> None:

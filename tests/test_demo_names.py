@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import trimtab
+from tests.raised import raised
 from trimtab import demo
 from trimtab.adapter_names import NAMED, parse_adapter, paths_of, without_demo_name
 from trimtab.adapters.file import read_adapter
@@ -64,9 +65,8 @@ def test_an_adapter_of_the_demo_has_its_name_in_every_form():
 
 
 def test_a_name_that_the_demo_does_not_have_lists_those_that_it_has():
-    with pytest.raises(AdapterError, match="no such folder") as caught:
-        read_adapter("demo/other")
-    assert caught.value.hint == "The demo has demo/rslora-dora, demo/specialist, demo/style"
+    error = raised(AdapterError, read_adapter, "demo/other", match="no such folder")
+    assert error.hint == "The demo has demo/rslora-dora, demo/specialist, demo/style"
     with pytest.raises(AdapterError, match="is a model, not an adapter"):
         read_adapter("demo")
     with pytest.raises(CheckpointError, match="is an adapter, not a model"):

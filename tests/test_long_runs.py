@@ -74,8 +74,7 @@ def late():
 def test_a_name_alone_decides_what_its_test_draws(request):
     request.getfixturevalue("late")
     seed = zlib.crc32(request.node.nodeid.encode())
-    assert random.random() == random.Random(seed).random()
-    assert np.random.random() == np.random.RandomState(seed).random()
+    assert random.random() == random.Random(seed).random() and np.random.random() == np.random.RandomState(seed).random()
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(seed)))
 
 

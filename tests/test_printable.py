@@ -48,8 +48,7 @@ def test_messages_of_errors(error):
 
 
 def test_a_cell_of_a_table_is_one_line():
-    text = Lines().show(Document("", [Table(("a\nb", EVIL), [("c", "d")])]))
-    assert text.startswith("a\\nb  e\\x1b]0;owned")
+    assert Lines().show(Document("", [Table(("a\nb", EVIL), [("c", "d")])])).startswith("a\\nb  e\\x1b]0;owned")
 
 
 def test_a_traceback_in_the_log_and_a_page():

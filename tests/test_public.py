@@ -347,8 +347,7 @@ def test_numbers_are_compared_with_stock_of_the_same_adapter():
 
 def circles_of(package: Path) -> list[set[str]]:
     """Return the stems of the files of each circle of a package."""
-    found = circles(rooms.graph(package, types=False))
-    return [{file.stem for file in circle} for circle in found if len(circle) > 1]
+    return [{file.stem for file in circle} for circle in circles(rooms.graph(package, types=False)) if len(circle) > 1]
 
 
 def test_no_modules_import_each_other_in_a_circle():

@@ -52,8 +52,7 @@ def test_pre_commit_runs_the_tools_of_make_lint():
 
 
 def test_bug_template_asks_for_the_doctors_report_and_options_that_exist():
-    values = read_yaml(".github/ISSUE_TEMPLATE/bug.yml")
-    fields = {field["id"]: field for field in values["body"] if "id" in field}
+    fields = {field["id"]: field for field in read_yaml(".github/ISSUE_TEMPLATE/bug.yml")["body"] if "id" in field}
     report = fields["report"]
     assert "trimtab doctor --report" in report["attributes"]["label"] and report["validations"]["required"] is True
     known = {option for action in doctor_parser()._actions for option in action.option_strings}

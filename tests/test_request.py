@@ -11,27 +11,24 @@ import pytest
 import trimtab
 import trimtab.demo as demo
 from tests.cli.test_vocabulary import BASE
+from tests.raised import refused
 from trimtab.adapter_names import NamedAdapter, parse_adapter, parse_adapters, parse_unweighted, paths_of
 from trimtab.cli.flags.wording import in_flags
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest, LoadRequest, parse_bytes
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "path", "weight"),
-    [
-        ("adapters/medical", "medical", "adapters/medical", 1.0), ("adapters/medical/", "medical", "adapters/medical/", 1.0),
-        ("medical", "medical", "medical", 1.0), ("adapters/medical:0.5", "medical", "adapters/medical", 0.5),
-        ("runs/r=16", None, None, None), ("runs/r=16/law", "law", "runs/r=16/law", 1.0),
-        (r"C:\\adapters\\law", "law", r"C:\\adapters\\law", 1.0), (r"C:\\adapters\\law:-1", "law", r"C:\\adapters\\law", -1.0),
-        ("C:/adapters/law", "law", "C:/adapters/law", 1.0), ("checkpoint-500", "checkpoint-500", "checkpoint-500", 1.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "name", "path", "weight"), [
+    ("adapters/medical", "medical", "adapters/medical", 1.0), ("adapters/medical/", "medical", "adapters/medical/", 1.0),
+    ("medical", "medical", "medical", 1.0), ("adapters/medical:0.5", "medical", "adapters/medical", 0.5),
+    ("runs/r=16", None, None, None), ("runs/r=16/law", "law", "runs/r=16/law", 1.0),
+    (r"C:\\adapters\\law", "law", r"C:\\adapters\\law", 1.0), (r"C:\\adapters\\law:-1", "law", r"C:\\adapters\\law", -1.0),
+    ("C:/adapters/law", "law", "C:/adapters/law", 1.0), ("checkpoint-500", "checkpoint-500", "checkpoint-500", 1.0),
+])  # fmt: skip
 def test_a_bare_path_is_named_after_its_folder(text: str, name: str, path: str, weight: float) -> None:
     if name is None:
-        with pytest.raises(RequestError, match="Add a name: NAME=") as caught:
-            parse_adapter(text, field="--adapter")
-        assert (caught.value.field, caught.value.value) == ("--adapter", text)
+        error = refused(parse_adapter, text, field="--adapter", match="Add a name: NAME=")
+        assert (error.field, error.value) == ("--adapter", text)
         return
     assert parse_adapter(text) == NamedAdapter(name, path, weight)
 
@@ -43,12 +40,9 @@ def test_the_folder_one_is_in_has_a_name(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_two_folders_of_one_name_are_refused() -> None:
-    with pytest.raises(RequestError, match="two adapters") as caught:
-        parse_adapters(["a/law", "b/law"], field="--adapter")
-    assert caught.value.value == "law"
-    with pytest.raises(RequestError, match="two folders have the name law") as caught:
-        paths_of(["a/law", Path("b/law")])
-    assert caught.value.field == "adapters" and '"two":' in caught.value.hint
+    assert refused(parse_adapters, ["a/law", "b/law"], field="--adapter", match="two adapters").value == "law"
+    error = refused(paths_of, ["a/law", Path("b/law")], match="two folders have the name law")
+    assert error.field == "adapters" and '"two":' in error.hint
 
 
 def test_a_weight_of_one_names_a_folder_that_ends_like_a_weight() -> None:
@@ -57,13 +51,10 @@ def test_a_weight_of_one_names_a_folder_that_ends_like_a_weight() -> None:
         parse_unweighted(["a=model:2"], field="--adapter")
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (None, {}), ({}, {}), ("x/law", {"law": "x/law"}), (Path("x") / "law", {"law": os.path.join("x", "law")}),
-        (["x/law", "y/art"], {"law": "x/law", "art": "y/art"}), ({"a": Path("x")}, {"a": "x"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "expected"), [
+    (None, {}), ({}, {}), ("x/law", {"law": "x/law"}), (Path("x") / "law", {"law": os.path.join("x", "law")}),
+    (["x/law", "y/art"], {"law": "x/law", "art": "y/art"}), ({"a": Path("x")}, {"a": "x"}),
+])  # fmt: skip
 def test_adapters_of_a_call(given: object, expected: dict[str, str]) -> None:
     assert paths_of(given) == expected  # type: ignore[arg-type]
 
@@ -80,14 +71,11 @@ def test_what_is_no_path_is_refused_by_name(given: object, field: str) -> None:
 # Sizes and types ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("4GiB", 4 * 2**30), ("4G", 4 * 2**30), ("4g", 4 * 2**30), ("1TiB", 2**40), ("1T", 2**40), ("1TB", 10**12),
-        ("4GB", 4 * 10**9), ("2.5 MiB", 5 * 2**19), ("8M", 8 * 2**20), ("16K", 16384), ("16KB", 16000), ("7B", 7),
-        (4, 4), (4.5e9, 4_500_000_000), (None, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "expected"), [
+    ("4GiB", 4 * 2**30), ("4G", 4 * 2**30), ("4g", 4 * 2**30), ("1TiB", 2**40), ("1T", 2**40), ("1TB", 10**12),
+    ("4GB", 4 * 10**9), ("2.5 MiB", 5 * 2**19), ("8M", 8 * 2**20), ("16K", 16384), ("16KB", 16000), ("7B", 7),
+    (4, 4), (4.5e9, 4_500_000_000), (None, None),
+])  # fmt: skip
 def test_sizes(value: object, expected: int) -> None:
     assert parse_bytes(value, field_name="gpu_memory") == expected  # type: ignore[arg-type]
 
@@ -106,9 +94,8 @@ def test_a_name_that_is_no_text_is_refused() -> None:
 
 
 def test_a_number_alone_is_asked_for_its_unit() -> None:
-    with pytest.raises(RequestError, match="needs a unit") as caught:
-        parse_bytes("4", field_name="--gpu-memory")
-    assert caught.value.hint == "Did you mean 4GiB? 4B is that many bytes"
+    error = refused(parse_bytes, "4", field_name="--gpu-memory", match="needs a unit")
+    assert error.hint == "Did you mean 4GiB? 4B is that many bytes"
 
 
 @pytest.mark.parametrize(
@@ -127,31 +114,26 @@ FLAGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "field", "expected"),
-    [
-        ("quant='nf5': unknown choice", "quant", "--quant nf5: unknown choice"),
-        ("context_tokens=0: must be 1", "context_tokens", "--context 0: must be 1"),
-        ("context=-1.5: must be 1", "context", "--context -1.5: must be 1"),
-        ("place=('', 1): is wrong", "place", "--place=('', 1): is wrong"),
-        ("place['v']='x': unknown", "place['v']", "--place v=x: unknown"),
-        ("--keep-unquantized=['v*']: names none", "keep_unquantized", "--keep-unquantized v*: names none"),
-        ("DIR='/no': no such folder", "DIR", "DIR /no: no such folder"),
-        ("Give gpu_memory=716324360; quant='nf4-dq' saves", None, "Give --gpu-memory 716324360B; --quant nf4-dq saves"),
-        ("plan with a larger context=", None, "plan with a larger --context"),
-        ("with a smaller gpu_memory.", None, "with a smaller --gpu-memory."),
-        ("the model in place has a context", None, "the model in place has a context"),
-        ("/a/quant=x/gpu_memory/y: no", "path", "/a/quant=x/gpu_memory/y: no"),
-        ("adapter: none is given", "adapter", "--use: none is given"),
-        ("out: is a file", "out", "OUT: is a file"),
-        ("Give overwrite=True to replace it", "out", "Give --overwrite to replace it"),
-        ("--gpu-memory='4': needs a unit", "--gpu-memory", "--gpu-memory 4: needs a unit"),
-        ("--threads='': must be an integer", "--threads", "--threads='': must be an integer"),
-    ],
-)
+@pytest.mark.parametrize(("text", "field", "expected"), [
+    ("quant='nf5': unknown choice", "quant", "--quant nf5: unknown choice"),
+    ("context_tokens=0: must be 1", "context_tokens", "--context 0: must be 1"),
+    ("context=-1.5: must be 1", "context", "--context -1.5: must be 1"),
+    ("place=('', 1): is wrong", "place", "--place=('', 1): is wrong"),
+    ("place['v']='x': unknown", "place['v']", "--place v=x: unknown"),
+    ("--keep-unquantized=['v*']: names none", "keep_unquantized", "--keep-unquantized v*: names none"),
+    ("DIR='/no': no such folder", "DIR", "DIR /no: no such folder"),
+    ("Give gpu_memory=716324360; quant='nf4-dq' saves", None, "Give --gpu-memory 716324360B; --quant nf4-dq saves"),
+    ("plan with a larger context=", None, "plan with a larger --context"),
+    ("with a smaller gpu_memory.", None, "with a smaller --gpu-memory."),
+    ("the model in place has a context", None, "the model in place has a context"),
+    ("/a/quant=x/gpu_memory/y: no", "path", "/a/quant=x/gpu_memory/y: no"),
+    ("adapter: none is given", "adapter", "--use: none is given"), ("out: is a file", "out", "OUT: is a file"),
+    ("Give overwrite=True to replace it", "out", "Give --overwrite to replace it"),
+    ("--gpu-memory='4': needs a unit", "--gpu-memory", "--gpu-memory 4: needs a unit"),
+    ("--threads='': must be an integer", "--threads", "--threads='': must be an integer"),
+])  # fmt: skip
 def test_arguments_read_as_the_flags_of_the_command(text: str, field: str | None, expected: str) -> None:
-    assert in_flags(text, field, FLAGS) == expected
-    assert in_flags(text, field, {}) == text
+    assert in_flags(text, field, FLAGS) == expected and in_flags(text, field, {}) == text
 
 
 # load and plan --------------------------------------------------------------------------------------------------------
@@ -167,16 +149,14 @@ def test_a_model_by_its_path_is_planned_and_loaded(tmp_path: Path) -> None:
 
 
 def test_options_of_load_are_checked_by_name() -> None:
-    with pytest.raises(RequestError) as caught:
-        trimtab.load(demo.BASE, contxt=5)
-    assert (caught.value.field, caught.value.near) == ("contxt", ("context",))
+    error = refused(trimtab.load, demo.BASE, contxt=5)
+    assert (error.field, error.near) == ("contxt", ("context",))
     with pytest.raises(RequestError) as caught:
         trimtab.load(3)  # type: ignore[arg-type]
     assert caught.value.field == "plan"
     plan = trimtab.plan(demo.BASE, device="cpu", context=64, images=0, audio_s=0.0)
-    with pytest.raises(RequestError, match="has no effect on a plan") as caught:
-        trimtab.load(plan, context=5)
-    assert (caught.value.field, caught.value.value) == ("context", 5)
+    error = refused(trimtab.load, plan, context=5, match="has no effect on a plan")
+    assert (error.field, error.value) == ("context", 5)
 
 
 @pytest.mark.parametrize(
@@ -188,9 +168,8 @@ def test_options_of_load_are_checked_by_name() -> None:
     ids=lambda value: str(value)[:12],
 )  # fmt: skip
 def test_a_value_of_another_kind_is_named(field, value):
-    with pytest.raises(RequestError) as caught:
-        trimtab.plan(BASE, **{"device": "cpu", field: value})
-    assert caught.value.field.startswith(field) and len(str(caught.value)) < 300
+    error = refused(trimtab.plan, BASE, **{"device": "cpu", field: value})
+    assert error.field.startswith(field) and len(str(error)) < 300
 
 
 def test_one_pattern_is_shown_as_a_list_of_it():
@@ -216,9 +195,7 @@ def test_numbers_of_numpy_are_numbers():
      ("top_p", float("nan")), ("min_p", float("inf")), ("top_k", 0)],
 )  # fmt: skip
 def test_an_option_of_an_answer_of_another_type_or_range_is_refused_by_name(field, value):
-    with pytest.raises(RequestError) as caught:
-        GenerateRequest(**{"temperature": 1.0, field: value})
-    assert caught.value.field == field
+    assert refused(GenerateRequest, **{"temperature": 1.0, field: value}).field == field
 
 
 def test_options_of_numpy_become_pythons():

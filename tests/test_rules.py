@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 
+from tests.raised import raised
 from tests.rules import ROOT, each
 
 
@@ -15,9 +16,7 @@ def test_every_item_that_breaks_a_rule_is_named_with_its_reason():
         assert number == 2, "odd"
 
     assert list(inspect.signature(rule).parameters) == ["tmp_path"]
-    with pytest.raises(pytest.fail.Exception) as caught:
-        rule(tmp_path="t")
-    first, *rest = str(caught.value).splitlines()
+    first, *rest = str(raised(pytest.fail.Exception, rule, tmp_path="t")).splitlines()
     assert first == "2 of 3:" and [line.partition(": ")[0] for line in rest if line.startswith("item")] == ["item 1", "item 3"]
     assert "odd" in rest[0] and "TypeError: t 0" in rest[-1]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import trimtab
+from tests.raised import refused
 from trimtab.api import plan
 from trimtab.engine.calls.conversation import Conversation
 from trimtab.engine.model import LoadedModel
@@ -81,9 +82,8 @@ def test_mypy_refuses_unknown_options_and_takes_the_others(tmp_path):
     lambda model: list(model.chat().stream("hello", max_tokens=3)), lambda model: list(model.chat().beside("hi", max_tokens=3)),
 ])  # fmt: skip
 def test_unknown_option_names_the_one_that_was_meant(chat_model, call):
-    with pytest.raises(RequestError, match=r"max_tokens: unknown option .*[Dd]id you mean max_new_tokens") as refused:
-        call(chat_model)
-    assert refused.value.field == "max_tokens" and "max_new_tokens" in refused.value.allowed
+    error = refused(call, chat_model, match=r"max_tokens: unknown option .*[Dd]id you mean max_new_tokens")
+    assert error.field == "max_tokens" and "max_new_tokens" in error.allowed
 
 
 @pytest.mark.parametrize(("call", "option", "meant"), [
@@ -97,15 +97,13 @@ def test_unknown_option_of_a_call_names_the_one_that_was_meant(call, option, mea
 
 
 def test_an_option_of_load_that_resembles_none_lists_those_of_plan():
-    with pytest.raises(RequestError, match="zzz: unknown option") as refused:
-        trimtab.load("model", zzz=1)
-    assert set(refused.value.allowed) == set(PlanOptions.__annotations__)
+    error = refused(trimtab.load, "model", zzz=1, match="zzz: unknown option")
+    assert set(error.allowed) == set(PlanOptions.__annotations__)
 
 
 def test_results_and_conversations_are_public(chat_model):
     chat = chat_model.chat(max_new_tokens=2)
-    answer = chat.send("hello")
-    assert type(answer) is trimtab.Answer and type(chat) is trimtab.Conversation
+    assert type(chat.send("hello")) is trimtab.Answer and type(chat) is trimtab.Conversation
     assert {type(turn) for turn in chat.turns} <= {trimtab.Turn}
     logged = chat_model.answer("hello", max_new_tokens=1, logprobs=1).logprobs
     assert [type(one) for one in logged] == [trimtab.TokenLogprob]

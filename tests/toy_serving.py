@@ -27,8 +27,7 @@ def main(options):
     settings = Settings(page=False, api_keys=keys, limits=limits, **options)
 
     def reread():
-        kept = Path(key_file).read_text(encoding="utf-8")
-        return [served], replace(settings, api_keys=(kept,)), ()
+        return [served], replace(settings, api_keys=(Path(key_file).read_text(encoding="utf-8"),)), ()
 
     run.serve([served], settings, say=lambda text: print(text, flush=True), reread=reread if key_file else None)
     print("ended", flush=True)

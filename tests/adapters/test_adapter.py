@@ -25,6 +25,7 @@ from tests.adapter_files import (
     refused,
     write_adapter,
 )
+from tests.raised import raised
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter
 from trimtab.adapters.config import Rules
 from trimtab.adapters.file import check_vocabulary
@@ -34,13 +35,10 @@ from trimtab.errors import AdapterError, CheckpointError, DeviceError, TrimtabEr
 def test_without_a_model_the_report_counts_by_names(tmp_path: Path) -> None:
     file = read_adapter(write_adapter(tmp_path, q_proj() | pair(VISION, 24, 12), target_modules=["q_proj"], use_rslora=True))
     report = describe(file, None)
-    assert report["tensors"] == 4
-    assert report["parts"] == {"language": 2, "vision": 2}
-    assert report["dtypes"] == {"float32": 4}
-    assert report["bytes"] == (4 * 16 * 2 + 4 * 12 + 24 * 4) * 4
+    assert report["tensors"] == 4 and report["parts"] == {"language": 2, "vision": 2}
+    assert report["dtypes"] == {"float32": 4} and report["bytes"] == (4 * 16 * 2 + 4 * 12 + 24 * 4) * 4
     assert report["config"] == {"r": 4, "lora_alpha": 8, "use_rslora": True}
-    assert report["target_modules"] == ["q_proj"]
-    assert "targets" not in report
+    assert report["target_modules"] == ["q_proj"] and "targets" not in report
     json.dumps(report)
 
 
@@ -51,8 +49,7 @@ def test_the_report_tells_keys_and_target_modules_apart(tmp_path: Path) -> None:
     assert [note for note in report["notes"] if "down_proj" in note and "no key" in note]
     (dropped,) = [note for note in report["notes"] if "does not name 1 of the 3" in note]
     assert f"{TEXT}.layers.0.mlp.up_proj" in dropped
-    assert report["ranks"] == {"4": 3}
-    assert report["scales"] == {"2": 3}
+    assert report["ranks"] == {"4": 3} and report["scales"] == {"2": 3}
     json.dumps(report)
 
 
@@ -87,15 +84,12 @@ def test_the_multimodal_e2b_adapter_is_accounted_for_tensor_by_tensor(tmp_path: 
     file = header_only(tmp_path, big_adapter(), r=8, lora_alpha=16, target_modules=targets)
     assert describe(file, None)["tensors"] == 786
     report = describe(file, match_adapter(file, e2b_anatomy()))
-    assert report["tensors"] == 786
-    assert report["parts"] == {"audio": 72, "language": 490, "vision": 224}
+    assert report["tensors"] == 786 and report["parts"] == {"audio": 72, "language": 490, "vision": 224}
     assert report["targets"] == {"wrapped": 148, "linear": 205, "total": 353}
     assert report["no_effect"] == 80 == len(report["dropped"])
     assert [note for note in report["notes"] if note.startswith("80 tensors") and "KV-shared" in note]
-    assert report["prefix"] == PEFT_HEAD
-    assert report["remapped"] == []
-    assert report["ranks"] == {"8": 353}
-    assert report["scales"] == {"2": 353}
+    assert report["prefix"] == PEFT_HEAD and report["remapped"] == []
+    assert report["ranks"] == {"8": 353} and report["scales"] == {"2": 353}
     assert not [note for note in report["notes"] if "target_modules" in note]
     json.dumps(report)
 
@@ -114,8 +108,7 @@ def test_the_report_agrees_with_the_model_that_transformers_builds(size: str, tm
     linear = layers * 7 - 2 * shared
     assert counts["targets"] == {"wrapped": 148, "linear": linear, "total": 148 + linear}
     assert counts["parts"] == {"audio": 72, "language": layers * 14, "vision": 224}
-    assert counts["no_effect"] == shared * 4
-    assert counts["tensors"] == sum(counts["parts"].values())
+    assert counts["no_effect"] == shared * 4 and counts["tensors"] == sum(counts["parts"].values())
 
 
 def test_reading_an_adapter_imports_no_torch(tmp_path: Path) -> None:
@@ -130,12 +123,10 @@ def test_reading_an_adapter_imports_no_torch(tmp_path: Path) -> None:
 
 def test_a_sound_folder_gives_configuration_and_header(tmp_path: Path) -> None:
     found = read_adapter(write_adapter(tmp_path, q_proj(), dtype="bfloat16", use_rslora=True))
-    assert found.folder == tmp_path
-    assert found.file == tmp_path / "adapter_model.safetensors"
+    assert found.folder == tmp_path and found.file == tmp_path / "adapter_model.safetensors"
     assert found.config["use_rslora"] is True
     name = f"{PEFT_HEAD}{TEXT}.layers.0.self_attn.q_proj.lora_A.weight"
-    assert found.tensors[name].shape == (4, 16)
-    assert found.tensors[name].dtype == "bfloat16"
+    assert found.tensors[name].shape == (4, 16) and found.tensors[name].dtype == "bfloat16"
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
@@ -153,16 +144,14 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
     assert refused(tmp_path) == (f"{name} is missing",)
 
 
-@pytest.mark.parametrize(
-    ("name", "word"),
-    [("adapter_model.bin", "pickle"), ("adapters.safetensors", "mlx-lm"), ("pytorch_lora_weights.safetensors", "diffusers")],
-)
+@pytest.mark.parametrize(("name", "word"), [
+    ("adapter_model.bin", "pickle"), ("adapters.safetensors", "mlx-lm"), ("pytorch_lora_weights.safetensors", "diffusers"),
+])  # fmt: skip
 def test_another_format_is_refused_by_name_with_the_next_step(name: str, word: str, tmp_path: Path) -> None:
     (write_adapter(tmp_path, q_proj()) / "adapter_model.safetensors").rename(tmp_path / name)
     first, second = refused(tmp_path)
     assert first == "adapter_model.safetensors is missing"
-    assert second.startswith(name)
-    assert word in second
+    assert second.startswith(name) and word in second
 
 
 def test_adapters_in_folders_inside_are_pointed_to(tmp_path: Path) -> None:
@@ -173,8 +162,7 @@ def test_adapters_in_folders_inside_are_pointed_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["{", '{"r": NaN}', "[]", "", '"LORA"', '{"a": ' + "[" * 100_000])
 def test_a_configuration_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
     (write_adapter(tmp_path, q_proj()) / "adapter_config.json").write_text(text)
-    assert len(refused(tmp_path)) == 1
-    assert "adapter_config.json" in refused(tmp_path)[0]
+    assert len(refused(tmp_path)) == 1 and "adapter_config.json" in refused(tmp_path)[0]
 
 
 def test_a_configuration_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
@@ -226,10 +214,9 @@ def test_a_trainers_copy_is_the_models_tokenizer(theirs, tmp_path):
 
 def test_a_tokenizer_of_equal_size_and_other_texts_is_named(tmp_path):
     other = {word: (at + 1) % 100 for word, at in WORDS.items()}
-    with pytest.raises(AdapterError) as caught:
-        check_vocabulary(write(tmp_path / "adapter", other), write(tmp_path / "model", WORDS))
-    assert caught.value.path == str(tmp_path / "adapter")
-    assert caught.value.problems == (
+    error = raised(AdapterError, lambda: check_vocabulary(write(tmp_path / "adapter", other), write(tmp_path / "model", WORDS)))
+    assert error.path == str(tmp_path / "adapter")
+    assert error.problems == (
         "tokenizer.json: 100 of 100 token ids have other texts than in the model's tokenizer (id 0: 'word99' here, 'word0' there)",
     )
 

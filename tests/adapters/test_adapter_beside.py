@@ -10,6 +10,7 @@ import transformers
 
 import trimtab
 from tests import ROOT, pico
+from tests.raised import raised
 from trimtab import bridge
 from trimtab.adapters import file
 from trimtab.adapters.file import HARMLESS, KNOWN, TOLD, read_adapter, weights_beside
@@ -85,19 +86,15 @@ def put(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_weights_beside_an_adapter_are_refused_by_name(name: str, adapter: Path) -> None:
     put(adapter, name)
-    with pytest.raises(AdapterError) as caught:
-        read_adapter(adapter)
-    (problem,) = caught.value.problems
-    assert problem.startswith(f"{name}: weights next to the adapter (")
-    assert "name that folder as the model" in problem
+    (problem,) = raised(AdapterError, read_adapter, adapter).problems
+    assert problem.startswith(f"{name}: weights next to the adapter (") and "name that folder as the model" in problem
 
 
 def test_what_training_leaves_is_no_alarm(adapter: Path) -> None:
     for name in HARMLESS_FILES:
         put(adapter, name)
     found = read_adapter(adapter)
-    assert found.notes == ()
-    assert len(found.tensors) > 10
+    assert found.notes == () and len(found.tensors) > 10
 
 
 @pytest.mark.parametrize("name", TOLD_FILES)
@@ -117,11 +114,9 @@ def test_all_files_are_named_at_once_and_many_are_counted(adapter: Path) -> None
     for number in range(30):
         put(adapter, f"part{number:02}.safetensors")
     put(adapter, "optimizer.pt")
-    with pytest.raises(AdapterError) as caught:
-        read_adapter(adapter)
-    assert len(caught.value.problems) == 21
-    assert caught.value.problems[0].startswith("part00.safetensors: ")
-    assert caught.value.problems[-1].startswith("10 more files")
+    error = raised(AdapterError, read_adapter, adapter)
+    assert len(error.problems) == 21 and error.problems[0].startswith("part00.safetensors: ")
+    assert error.problems[-1].startswith("10 more files")
 
 
 def test_no_way_in_ignores_them(made: tuple[Path, Path], adapter: Path, tmp_path: Path) -> None:

@@ -30,16 +30,14 @@ def test_a_wrapper_resolves_to_its_inner_linear_and_the_inner_path_is_direct(tmp
 
 def test_both_paths_of_a_wrapper_at_once_are_refused(tmp_path: Path) -> None:
     problems = problems_of(tmp_path, pair(VISION, 24, 12) | pair(f"{VISION}.linear", 24, 12))
-    assert len(problems) == 2
-    assert all("same tensor" in problem for problem in problems)
+    assert len(problems) == 2 and all("same tensor" in problem for problem in problems)
 
 
 def test_projections_of_kv_shared_layers_have_no_effect_and_are_named(tmp_path: Path) -> None:
     shapes = q_proj(1) | pair(f"{TEXT}.layers.1.self_attn.k_proj", 16, 16)
     spec = match(tmp_path, shapes)
     assert [key for key, _ in spec.no_effect] == [name for name in shapes if "k_proj" in name]
-    assert all("KV-shared" in reason for _, reason in spec.no_effect)
-    assert spec.counts()["no_effect"] == 2
+    assert all("KV-shared" in reason for _, reason in spec.no_effect) and spec.counts()["no_effect"] == 2
     assert len(spec.targets) == 1
 
 
@@ -48,18 +46,14 @@ def test_an_adapter_without_any_effect_is_refused(tmp_path: Path) -> None:
     assert problem.startswith("nothing to apply")
 
 
-@pytest.mark.parametrize(
-    ("path", "word"),
-    [
-        (f"{TEXT}.conv", "LoRA on Conv1d"), (f"{TEXT}.norm", "LoRA on RMSNorm"),
-        (f"{TEXT}.layers.0.experts", "target_parameters names none of weight"),
-        (f"{TEXT}.layers.0.experts.3.up_proj", "names no part of the stacked experts"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "word"), [
+    (f"{TEXT}.conv", "LoRA on Conv1d"), (f"{TEXT}.norm", "LoRA on RMSNorm"),
+    (f"{TEXT}.layers.0.experts", "target_parameters names none of weight"),
+    (f"{TEXT}.layers.0.experts.3.up_proj", "names no part of the stacked experts"),
+])  # fmt: skip
 def test_lora_on_other_kinds_of_modules_is_refused_by_name(path: str, word: str, tmp_path: Path) -> None:
     problems = problems_of(tmp_path, q_proj() | pair(path, 16, 16))
-    assert problems
-    assert all(word in problem for problem in problems)
+    assert problems and all(word in problem for problem in problems)
 
 
 def test_fan_in_fan_out_on_linear_modules_is_noted(tmp_path: Path) -> None:
@@ -70,18 +64,15 @@ def test_fan_in_fan_out_on_linear_modules_is_noted(tmp_path: Path) -> None:
 # Shapes, halves and promises
 
 
-@pytest.mark.parametrize(
-    ("half", "shape", "expected"),
-    [("A", (4, 15), "[4, 16]"), ("A", (8, 16), "[4, 16]"), ("A", (64,), "[4, 16]"), ("B", (17, 4), "[16, 4]")],
-)
+@pytest.mark.parametrize(("half", "shape", "expected"), [
+    ("A", (4, 15), "[4, 16]"), ("A", (8, 16), "[4, 16]"), ("A", (64,), "[4, 16]"), ("B", (17, 4), "[16, 4]"),
+])  # fmt: skip
 def test_a_wrong_shape_is_refused_with_both_shapes(half: str, shape: tuple[int, ...], expected: str, tmp_path: Path) -> None:
     shapes = q_proj()
     name = next(key for key in shapes if f"lora_{half}" in key)
     (problem,) = problems_of(tmp_path, shapes | {name: shape})
-    assert problem.startswith(name)
-    assert str(list(shape)) in problem
-    assert expected in problem
-    assert "[16, 16]" in problem
+    assert problem.startswith(name) and str(list(shape)) in problem
+    assert expected in problem and "[16, 16]" in problem
 
 
 @pytest.mark.parametrize("half", ["lora_A", "lora_B"])
@@ -97,23 +88,18 @@ def test_one_half_of_a_pair_is_refused(half: str, tmp_path: Path) -> None:
 def test_tensors_and_configuration_must_agree(option: str, key: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     name = f"{PEFT_HEAD}{TEXT}.layers.0.self_attn.q_proj.{key}"
     (problem,) = problems_of(tmp_path, q_proj(), **{option: True})
-    assert f"{option} is true" in problem
-    assert "missing" in problem
+    assert f"{option} is true" in problem and "missing" in problem
     (problem,) = problems_of(tmp_path, q_proj() | {name: shape})
-    assert problem.startswith(name)
-    assert f"{option} is false" in problem
+    assert problem.startswith(name) and f"{option} is false" in problem
     (problem,) = problems_of(tmp_path, q_proj() | {name: (15,)}, **{option: True})
-    assert problem.startswith(name)
-    assert "[15]" in problem
-    assert "[16]" in problem
+    assert problem.startswith(name) and "[15]" in problem and "[16]" in problem
     (target,) = match(tmp_path, q_proj() | {name: shape}, **{option: True}).targets
     assert (target.use_dora, target.has_bias) == (option == "use_dora", option == "lora_bias")
 
 
 def test_whole_numbers_as_lora_weights_are_refused(tmp_path: Path) -> None:
     problems = problems_of(tmp_path, q_proj(), dtype="int64")
-    assert len(problems) == 2
-    assert "int64" in problems[0]
+    assert len(problems) == 2 and "int64" in problems[0]
 
 
 def test_targets_come_in_the_order_of_the_model(tmp_path: Path) -> None:
@@ -139,8 +125,7 @@ def test_lora_on_an_embedding_is_matched(tmp_path: Path) -> None:
 
 def test_linear_lora_on_an_embedding_and_the_reverse_are_refused(tmp_path: Path) -> None:
     (problem,) = problems_of(tmp_path, pair(f"{TEXT}.embed_tokens", 16, 50))
-    assert "LoRA for a linear layer on" in problem
-    assert "Embedding" in problem
+    assert "LoRA for a linear layer on" in problem and "Embedding" in problem
     (problem,) = problems_of(tmp_path, embedding("lm_head"))
     assert "LoRA for an embedding on lm_head, a Linear" in problem
 
@@ -162,8 +147,7 @@ def test_saved_keys_of_a_raw_state_dict_are_read(tmp_path: Path) -> None:
 def test_a_saved_module_with_a_lost_parameter_is_refused(tmp_path: Path) -> None:
     shapes: Shapes = q_proj() | {f"{PEFT_HEAD}{TEXT}.layers.0.self_attn.o_proj.weight": (16, 16)}
     (problem,) = problems_of(tmp_path, shapes, modules_to_save=["o_proj"])
-    assert "no bias" in problem
-    assert "o_proj" in problem
+    assert "no bias" in problem and "o_proj" in problem
     (problem,) = problems_of(tmp_path, q_proj(), modules_to_save=["norm"])
     assert f"names {TEXT}.norm" in problem
 
@@ -197,17 +181,14 @@ def test_saved_fused_experts_are_refused_by_name(tmp_path: Path) -> None:
 def test_an_embedding_written_next_to_lora_also_changes_its_tied_head(middle: str, tmp_path: Path) -> None:
     shapes: Shapes = q_proj() | {f"{PEFT_HEAD}{TEXT}.embed_tokens.{middle}weight": (50, 16)}
     saved = [t for t in match(tmp_path, shapes).targets if t.kind == "saved"]
-    assert [t.module_path for t in saved] == [f"{TEXT}.embed_tokens", "lm_head"]
-    assert saved[0].tensors == saved[1].tensors
+    assert [t.module_path for t in saved] == [f"{TEXT}.embed_tokens", "lm_head"] and saved[0].tensors == saved[1].tensors
     alone = match(tmp_path, q_proj() | {f"{PEFT_HEAD}{TEXT}.embed_tokens.weight": (50, 16)}, modules_to_save=["embed_tokens"])
     assert [t.module_path for t in alone.targets if t.kind == "saved"] == [f"{TEXT}.embed_tokens"]
 
 
 def test_a_resized_vocabulary_is_refused_with_both_shapes(tmp_path: Path) -> None:
     (problem,) = problems_of(tmp_path, q_proj() | {f"{PEFT_HEAD}lm_head.weight": (51, 16)})
-    assert "[51, 16]" in problem
-    assert "[50, 16]" in problem
-    assert "resized" in problem
+    assert "[51, 16]" in problem and "[50, 16]" in problem and "resized" in problem
 
 
 def test_a_full_weight_that_nothing_announces_is_refused(tmp_path: Path) -> None:
@@ -223,8 +204,7 @@ def test_a_full_weight_that_nothing_announces_is_refused(tmp_path: Path) -> None
 def test_biases_of_the_base_are_refused_by_name(middle: str, tmp_path: Path) -> None:
     name = f"{PEFT_HEAD}{TEXT}.layers.0.self_attn.o_proj.{middle}bias"
     (problem,) = problems_of(tmp_path, q_proj() | {name: (16,)}, bias="all")
-    assert problem.startswith(name)
-    assert "bias='all'" in problem
+    assert problem.startswith(name) and "bias='all'" in problem
     assert any("bias" in note for note in match(tmp_path, q_proj(), bias="lora_only").notes)
 
 

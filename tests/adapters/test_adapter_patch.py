@@ -21,8 +21,7 @@ BASE = DEMO / "base"
 def test_layer_numbers_become_one_pattern():
     paths = [f"m.layers.{layer}.attn.{name}" for layer in range(20) for name in ("q", "v")]
     pattern = short_pattern(paths, ["m.layers.3.attn.k", "m.norm"])
-    assert pattern == r"m\.layers\.\d+\.(attn\.q|attn\.v)"
-    assert all(re.fullmatch(pattern, path) for path in paths)
+    assert pattern == r"m\.layers\.\d+\.(attn\.q|attn\.v)" and all(re.fullmatch(pattern, path) for path in paths)
 
 
 def test_pattern_that_would_fit_another_module_is_spelled_out():

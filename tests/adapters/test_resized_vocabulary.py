@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 from tests import pico, stock
+from tests.raised import raised
 from trimtab.errors import AdapterError
 from trimtab.merging import merge
 
@@ -90,9 +91,7 @@ def test_an_adapter_of_a_resized_model_is_applied_as_peft_reloads_it(
         model = stock.with_adapter(stock.load_stock(folder, dtype=torch.float32), adapter)
         expected = stock.logits(model, {"input_ids": torch.tensor([IDS])})[0]
         torch.testing.assert_close(logits(folder, adapter), expected, rtol=TOLERANCE, atol=TOLERANCE)
-    with pytest.raises(AdapterError) as caught:
-        logits(base, adapter)
-    assert f"resize_token_embeddings({ROWS}) on the base" in str(caught.value)
+    assert f"resize_token_embeddings({ROWS}) on the base" in str(raised(AdapterError, logits, base, adapter))
     merge(other, tmp_path / "out", adapters={"a": adapter}, check=True)
     merged = stock.logits(stock.load_stock(tmp_path / "out", dtype=torch.float32), {"input_ids": torch.tensor([IDS])})[0]
     torch.testing.assert_close(merged, expected, rtol=TOLERANCE, atol=TOLERANCE)
@@ -106,8 +105,7 @@ def test_copies_that_peft_does_not_read_are_told_by_inspect(folders: tuple[Path,
     tensors = load_file(file)
     stem = "base_model.model.lm_head"
     assert {f"{stem}.weight", f"{stem}.modules_to_save.weight", f"{stem}.original_module.weight"} <= set(tensors)
-    report = trimtab.inspect(adapter, model=same)
-    reasons = {entry["key"]: entry["reason"] for entry in report["dropped"]}
+    reasons = {entry["key"]: entry["reason"] for entry in trimtab.inspect(adapter, model=same)["dropped"]}
     assert "second copies" in reasons[f"{stem}.modules_to_save.weight"]
     assert "the base's own weights" in reasons[f"{stem}.original_module.weight"]
     # PEFT reads the short name, whatever the copy holds.
@@ -126,6 +124,5 @@ def test_an_untrained_copy_of_a_module_that_is_not_saved_is_refused(folders: tup
     saved_adapter(base, adapter, **SAVED["head"])
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": None}))
-    with pytest.raises(AdapterError) as caught:
-        logits(same, adapter)
-    assert any(re.search(r"original_module.*modules_to_save does not name", text) for text in caught.value.problems)
+    error = raised(AdapterError, logits, same, adapter)
+    assert any(re.search(r"original_module.*modules_to_save does not name", text) for text in error.problems)

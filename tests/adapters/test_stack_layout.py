@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from tests import ROOT
 from tests.adapter_files import row
+from tests.raised import raised
 from trimtab.adapters.adapter import AdapterTarget, match_adapter, read_adapter
 from trimtab.adapters.stack_layout import layout_of_release
 from trimtab.checkpoint.anatomy import Anatomy, TensorRow
@@ -69,11 +70,8 @@ def test_other_pairs_of_the_file_show_the_layout_of_a_square_one(release: str, k
 
 @pytest.mark.parametrize("version", [None, "0.18.2.dev0@1a2b3c", "0.19.0.dev0", "0.19.1.dev0@UNKNOWN", "main", "", "9" * 5000])
 def test_a_square_pair_of_an_unknown_layout_is_refused(version: str | None, tmp_path: Path) -> None:
-    with pytest.raises(AdapterError) as caught:
-        change_of(tmp_path, {"plain": RECORD["0.18.1"]["plain"]}, version)
-    (problem,) = caught.value.problems
-    assert "plain.w: the shapes are square and peft_version is" in problem
-    assert "PEFT 0.17 and 0.18" in problem
+    (problem,) = raised(AdapterError, change_of, tmp_path, {"plain": RECORD["0.18.1"]["plain"]}, version).problems
+    assert "plain.w: the shapes are square and peft_version is" in problem and "PEFT 0.17 and 0.18" in problem
 
 
 @pytest.mark.parametrize("names", ["w", {"w": 1}, [1], [""]])
@@ -84,10 +82,9 @@ def test_names_of_parameters_are_a_list(names: object, tmp_path: Path, monkeypat
         change_of(tmp_path, {"plain": RECORD["0.18.1"]["plain"]}, "0.18.1")
 
 
-@pytest.mark.parametrize(
-    ("version", "same_as"),
-    [("0.22.0", "0.21.2"), ("0.19.2.dev0@ff", "0.21.2"), ("0.18.0rc1", "0.18.0"), ("0.18.1.post1", "0.18.1")],
-)
+@pytest.mark.parametrize(("version", "same_as"), [
+    ("0.22.0", "0.21.2"), ("0.19.2.dev0@ff", "0.21.2"), ("0.18.0rc1", "0.18.0"), ("0.18.1.post1", "0.18.1"),
+])  # fmt: skip
 def test_releases_that_are_not_recorded_go_with_their_neighbours(version: str, same_as: str) -> None:
     for kind in ("plain", "transposed"):
         layouts = [layout_of_release(one, is_transposed=kind == "transposed") for one in (version, same_as)]

@@ -32,13 +32,10 @@ def test_the_committed_summary_is_that_of_its_cases():
 
 def test_the_committed_cases_keep_what_the_command_promises():
     summary = KEPT["summary"]
-    assert summary["right_cases"] >= 200
-    assert summary["false_alarms"] == 0
-    assert summary["named"] >= 0.95 * summary["faults_above_noise"] > 0
-    assert summary["alive_above_noise"] == 0
+    assert summary["right_cases"] >= 200 and summary["false_alarms"] == 0
+    assert summary["named"] >= 0.95 * summary["faults_above_noise"] > 0 and summary["alive_above_noise"] == 0
     # Below the noise the word is never "alive".
-    assert "alive" not in summary["words_below_noise"]
-    assert "alive" not in summary["older_not_given"]
+    assert "alive" not in summary["words_below_noise"] and "alive" not in summary["older_not_given"]
     # A word that right servers never get would be no use.
     assert summary["right_words"]["alive"] > 0.5 * summary["right_cases"]
 
@@ -62,15 +59,13 @@ def test_the_bound_of_a_rate_is_the_exact_one():
     # No alarm in n cases: the rate at which that has a chance of 5 % is 1 - 0.05 ** (1 / n).
     assert alive.at_most(0, 200) == pytest.approx(1 - 0.05 ** (1 / 200), abs=1e-4)
     # One in 20: Clopper and Pearson's table gives 0.216 for a one-sided 95 %.
-    assert alive.at_most(1, 20) == pytest.approx(0.2161, abs=1e-3)
-    assert alive.at_most(0, 0) is None
+    assert alive.at_most(1, 20) == pytest.approx(0.2161, abs=1e-3) and alive.at_most(0, 0) is None
 
 
 def test_the_lower_bound_of_a_share_is_the_exact_one_and_stands_in_the_docs():
     # 39 of 39: the share at which that has a chance of 5 % is 0.05 ** (1 / 39).
     assert alive.at_least(39, 39) == pytest.approx(0.05 ** (1 / 39), abs=1e-4)
-    assert alive.at_least(19, 20) == pytest.approx(1 - 0.2161, abs=1e-3)
-    assert alive.at_least(0, 0) is None
+    assert alive.at_least(19, 20) == pytest.approx(1 - 0.2161, abs=1e-3) and alive.at_least(0, 0) is None
     summary = KEPT["summary"]
     assert summary["named_at_least"] == alive.at_least(summary["named"], summary["faults_above_noise"])
     assert f"share that is named is {summary['named_at_least']:.1%} (95 % confidence)" in PAGE
@@ -102,15 +97,13 @@ def test_cases_that_are_there_are_judged_and_not_computed_again(tmp_path, monkey
     for name in ("open_reference", "choose", "candidates", "write_faults"):
         monkeypatch.setattr(verify_remote, name, getattr(verify_remote, name))
     proof = alive.Proof(tmp_path / "work", None, tmp_path / "numbers")
-    result = proof.run([("none", "style")], with_faults=False)
-    assert result["summary"]["right_words"] == {"alive": 1}
+    assert proof.run([("none", "style")], with_faults=False)["summary"]["right_words"] == {"alive": 1}
     assert not proof.local  # no model was loaded
 
 
 def test_a_fault_counts_as_right_only_under_its_own_name():
     row = {"verdict": "wrong", "named": "scale", "fault": "scale"}
-    assert alive.is_right(row)
-    assert not alive.is_right({**row, "named": "merged twice"})
+    assert alive.is_right(row) and not alive.is_right({**row, "named": "merged twice"})
     assert not alive.is_right({**row, "verdict": "alive", "named": None})
     assert alive.is_right({"verdict": "ignored", "named": "ignored", "fault": "ignored"})
 
@@ -125,8 +118,7 @@ def test_a_smaller_run_raises_no_false_alarm_and_names_its_faults(tmp_path, monk
         result = alive.Proof(tmp_path, tmp_path / "alive.json").run([("none", alive.PATTERNED)])
     summary = result["summary"]
     assert (summary["right_cases"], summary["false_alarms"]) == (12, 0)
-    assert summary["named"] >= 0.95 * summary["faults_above_noise"] > 0
-    assert summary["alive_above_noise"] == 0
+    assert summary["named"] >= 0.95 * summary["faults_above_noise"] > 0 and summary["alive_above_noise"] == 0
     assert "alive" not in summary["words_below_noise"]
     seeded = {row["fault"] for row in result["cases"]} - {None}
     assert seeded == set(alive.OF_PATTERNED)
@@ -188,8 +180,7 @@ def test_stock_rows_of_whole_models_are_among_the_cases():
 def test_the_table_shows_the_link_once_a_row_has_it():
     row = {"model": "e4b", "card_gib": 4, "head": "full", "chosen_head": "full", "execution": "fused", "tok_s": 111.1}
     where = {"gpu": "a GPU", "python": "3.12"}
-    before = readme_numbers.cards({"environment": where, "rows": [row]})
-    assert "link limit" not in before
+    assert "link limit" not in readme_numbers.cards({"environment": where, "rows": [row]})
     link = {"link_limit_tok_s": 140.2, "link_share": 0.792, "forced_gib": 0.31}
     whole = {**row, "card_gib": 8, "link_limit_tok_s": None, "link_share": None, "forced_gib": 0.0}
     lines = readme_numbers.cards({"environment": where, "rows": [{**row, **link}, whole]}).splitlines()

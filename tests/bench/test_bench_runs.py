@@ -12,6 +12,7 @@ import pytest
 from bench import formats, matrix, start, start_parts
 from bench.served import Served
 from tests import ROOT, waiting
+from tests.raised import raised
 from trimtab.doctor.cases.cases import CASE_NAMES, CASES
 
 
@@ -112,9 +113,7 @@ def test_what_was_found_is_kept_when_the_run_is_ended_from_outside(monkeypatch):
             killed.append(self)
 
     monkeypatch.setattr(matrix.subprocess, "Popen", Process)
-    with pytest.raises(SystemExit) as ended:
-        matrix.in_jobs([], [CASE_NAMES[0]], 2, kept.extend)
-    assert ended.value.code == 143 and len(killed) == 1
+    assert raised(SystemExit, matrix.in_jobs, [], [CASE_NAMES[0]], 2, kept.extend).code == 143 and len(killed) == 1
     assert [run["label"] for run in kept] == ["PASS"]
 
 

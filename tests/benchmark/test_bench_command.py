@@ -9,6 +9,7 @@ import torch
 
 from tests.benchmark.test_bench_report import ran, world  # noqa: F401 - the fixture
 from tests.machine.test_environment import read_only_environment
+from tests.raised import refused
 from trimtab.benchmark import bandwidth
 from trimtab.benchmark import bench as benching
 from trimtab.benchmark import prepare as prepare_inside
@@ -25,8 +26,7 @@ BASE, STYLE = str(DEMO / "base"), f"style={DEMO / 'adapters' / 'style'}"
 
 
 def run(capsys, *arguments):
-    code = cli.main(["bench", *arguments])
-    return code, capsys.readouterr()
+    return cli.main(["bench", *arguments]), capsys.readouterr()
 
 
 @pytest.fixture
@@ -66,8 +66,7 @@ def test_the_demo_beside_stock(capsys, tmp_path, monkeypatch):
     for row in found["rows"]:
         (answer,) = row["answers"]
         assert len(answer["token_ids"]) == 24 and len(answer["gaps_ms"]) == 23 and min(answer["gaps_ms"]) > 0
-        assert END in answer["token_ids"][:-1]
-        assert answer["cpu_ms"] > 0
+        assert END in answer["token_ids"][:-1] and answer["cpu_ms"] > 0
         assert row["load_s"] > 0 and answer["first_ms"] > 0 and row["host_peak_bytes"] > 10**8
         assert row["figures"]["decode_tok_s"] == pytest.approx(23000 / sum(answer["gaps_ms"]))
     for engine in found["engines"].values():
@@ -111,14 +110,11 @@ def test_the_defaults_of_the_line_are_those_of_the_request(no_files):
     assert asked("m") == BenchRequest(load=asked("m").load)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        (["m", "--adapter", "a=x", "--adapter", "b=y"], "--use"), (["m", "--use", "a"], "--use"),
-        (["m", "--save", "a.md"], "--save"), (["m", "--picture", "a.gif"], "--picture"), (["m", "--runs", "0"], "--runs"),
-        (["m", "--image", "a.png", "--prompt-tokens", "4"], "--prompt-tokens"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "field"), [
+    (["m", "--adapter", "a=x", "--adapter", "b=y"], "--use"), (["m", "--use", "a"], "--use"),
+    (["m", "--save", "a.md"], "--save"), (["m", "--picture", "a.gif"], "--picture"), (["m", "--runs", "0"], "--runs"),
+    (["m", "--image", "a.png", "--prompt-tokens", "4"], "--prompt-tokens"),
+])  # fmt: skip
 def test_what_cannot_be_meant_is_refused_by_its_flag(capsys, world, arguments, field):  # noqa: F811
     code, said = run(capsys, *arguments, "--json")
     assert code == 2 and json.loads(said.out)["error"]["fields"]["field"] == field and world.asked == []
@@ -128,9 +124,7 @@ def test_a_budget_beside_a_saved_plan_is_refused(tmp_path, no_files):
     from tests.planning.test_planner import plan
 
     plan().save(tmp_path / "plan.json")
-    with pytest.raises(RequestError) as caught:
-        asked(str(tmp_path / "plan.json"), "--gpu-memory", "4GiB")
-    assert caught.value.field == "--gpu-memory"
+    assert refused(asked, str(tmp_path / "plan.json"), "--gpu-memory", "4GiB").field == "--gpu-memory"
     assert asked(str(tmp_path / "plan.json")).load == plan()
 
 

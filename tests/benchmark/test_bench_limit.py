@@ -38,8 +38,7 @@ def reads_of(device=0, host=0, link=0, disk=0):
 
 def test_a_resident_model_reads_its_packed_decoder_and_its_whole_head_but_one_row_of_each_table():
     found = step(plan(place=RESIDENT), E2B)
-    assert {read.way for read in found} == {"device"}
-    assert total(found, what="head") == 262144 * 1536 * 2
+    assert {read.way for read in found} == {"device"} and total(found, what="head") == 262144 * 1536 * 2
     assert total(found, what="rows") == 1536 * 2 + 35 * 256 * 2 + 2  # both tables and the scale beside the first
     linears = [row for row in E2B.rows if row.part == "language" and row.kind == "linear"]
     packed = sum(packed_bytes(row.weight.shape, "nf4-dq", "bfloat16") for row in linears)
@@ -55,8 +54,7 @@ def test_the_towers_are_not_read():
 def test_streamed_layers_are_read_over_the_link_and_again_on_the_device():
     layer = "model.language_model.layers.3"
     whole = step(plan(place=RESIDENT), E2B)
-    made = plan(place={"*": "resident", "table": "gather", layer: "stream"})
-    found = step(made, E2B)
+    found = step(plan(place={"*": "resident", "table": "gather", layer: "stream"}), E2B)
     moved = sum(
         packed_bytes(row.weight.shape, "nf4-dq", "bfloat16")
         for row in E2B.rows if row.block == layer and row.kind == "linear"
@@ -82,8 +80,7 @@ def test_a_table_in_its_file_is_read_from_the_disk_and_over_the_link():
 def test_on_a_cpu_what_is_streamed_is_read_from_the_same_memory_once():
     whole = plan(machine=CPU, place=RESIDENT)
     streamed = plan(machine=CPU, place={"*": "resident", "language": "stream", "table": "gather"})
-    assert streamed.tier_of("model.language_model.layers.0") == "stream"
-    assert step(streamed, E2B) == step(whole, E2B)
+    assert streamed.tier_of("model.language_model.layers.0") == "stream" and step(streamed, E2B) == step(whole, E2B)
 
 
 def test_stock_reads_the_model_as_if_all_of_it_were_resident():
@@ -95,8 +92,7 @@ def test_stock_reads_the_model_as_if_all_of_it_were_resident():
 def test_an_adapter_is_read_in_float32_and_only_where_a_step_runs(tmp_path):
     language, tower = "model.language_model.layers.0.self_attn.q_proj", "model.vision_tower.encoder.layers.0.mlp"
     spec = match(tmp_path / "a", pair(language, 2048, 1536), E2B)
-    found = step(plan(place=RESIDENT), E2B, adapter=spec)
-    assert total(found, what="adapter") == 4 * 4 * (2048 + 1536)
+    assert total(step(plan(place=RESIDENT), E2B, adapter=spec), what="adapter") == 4 * 4 * (2048 + 1536)
     moved = replace(spec, targets=tuple(replace(t, part="vision", module_path=tower) for t in spec.targets))
     assert total(step(plan(place=RESIDENT), E2B, adapter=moved), what="adapter") == 0
 

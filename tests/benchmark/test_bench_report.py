@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.machine.test_environment import read_only_environment
 from tests.planning.plan.test_picture import check_labels
 from tests.planning.test_planner import plan
+from tests.raised import refused
 from trimtab.benchmark import bench as benching
 from trimtab.benchmark import chart as picture
 from trimtab.benchmark import stats as figures
@@ -239,29 +240,23 @@ def test_the_json_names_no_folder_and_is_written_whole(world, tmp_path):
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("values", "field"),
-    [
-        ({"runs": 0}, "--runs"), ({"new_tokens": 1}, "--new-tokens"), ({"prompt_tokens": 0}, "--prompt-tokens"),
-        ({"runs": True}, "--runs"), ({"against": "vllm"}, "--against"), ({"decode": "fast"}, "--decode"),
-        ({"decode": "eager", "against": "eager"}, "--decode"), ({"adapter": "b"}, "--use"),
-        ({"images": ("a.png",), "prompt_tokens": 9}, "--prompt-tokens"),
-        ({"prompts": (Prompt("a", "text"),), "prompt_tokens": 9}, "--prompt-tokens"),
-        ({"prompts": (Prompt("a", "text"),), "images": ("a.png",)}, "--image"),
-        ({"prompts": (Prompt("a", "text"),), "audios": ("a.wav",)}, "--audio"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "field"), [
+    ({"runs": 0}, "--runs"), ({"new_tokens": 1}, "--new-tokens"), ({"prompt_tokens": 0}, "--prompt-tokens"),
+    ({"runs": True}, "--runs"), ({"against": "vllm"}, "--against"), ({"decode": "fast"}, "--decode"),
+    ({"decode": "eager", "against": "eager"}, "--decode"), ({"adapter": "b"}, "--use"),
+    ({"images": ("a.png",), "prompt_tokens": 9}, "--prompt-tokens"),
+    ({"prompts": (Prompt("a", "text"),), "prompt_tokens": 9}, "--prompt-tokens"),
+    ({"prompts": (Prompt("a", "text"),), "images": ("a.png",)}, "--image"),
+    ({"prompts": (Prompt("a", "text"),), "audios": ("a.wav",)}, "--audio"),
+])  # fmt: skip
 def test_a_value_without_effect_or_out_of_range_is_refused(values, field):
-    with pytest.raises(RequestError) as caught:
-        asked(**values)
-    assert caught.value.field == field
+    assert refused(asked, **values).field == field
 
 
 def test_eager_against_eager_on_a_cpu_is_refused_before_a_run(world, monkeypatch):
     monkeypatch.setattr(benching.Plan, "from_json", staticmethod(lambda _: replace(PLAN, execution_device="cpu")))
-    with pytest.raises(RequestError, match="no GPU") as caught:
-        bench(asked(against="eager"))
-    assert caught.value.field == "--against" and world.asked == []
+    error = refused(lambda: bench(asked(against="eager")), match="no GPU")
+    assert error.field == "--against" and world.asked == []
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_a_run(tmp_path):
@@ -276,8 +271,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_run(tmp_path):
 
 def test_a_bar_is_the_median_its_whisker_the_spread_and_the_line_the_limit(world):
     world.says = lambda name, run: ran(ms=[1.0, 2.0, 4.0][run])
-    found = bench(asked())
-    shapes, _ = picture.layout(found)
+    shapes, _ = picture.layout(bench(asked()))
     bars = [s for s in shapes if isinstance(s, Box) and s.fill == picture.COLORS["trimtab"]]
     lines = [s for s in shapes if isinstance(s, Stroke)]
     decode = next(bar for bar in bars if any(line.top < bar.top < line.bottom for line in lines))

@@ -16,15 +16,17 @@ import transformers
 from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, SequentialHook, add_hook_to_module
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from tests import pico, split, stock
+from tests.adapter_files import rewritten
+from tests.raised import raised, refused
 from trimtab.bridge import check, load_peft
 from trimtab.bridge.hooks import execution_device, hooks_of
 from trimtab.bridge.inspect_findings import BY_NAME
 from trimtab.bridge.load import REFUSED
-from trimtab.errors import AdapterError, RequestError, UpstreamError
+from trimtab.errors import AdapterError, UpstreamError
 
 transformers.logging.disable_progress_bar()
 logging.getLogger("accelerate").setLevel(logging.ERROR)
@@ -115,8 +117,7 @@ def test_answers_as_stock_peft_unsplit(work: Path, family: str) -> None:
     expected = stock.logits(stock.with_adapter(base, adapter), given)
     assert not torch.equal(plain, expected)
     unsplit = bridged(stock.load_stock(folder, device=DEVICE), adapter)
-    assert isinstance(unsplit, PeftModel)
-    assert same(stock.logits(unsplit, given), expected)
+    assert isinstance(unsplit, PeftModel) and same(stock.logits(unsplit, given), expected)
     cut = bridged(split.load(folder, split.last_layer_off(folder)), adapter)
     assert same(stock.logits(cut, given), expected)
 
@@ -173,13 +174,9 @@ def test_broad_targets_reach_the_linear_inside_wrappers(work: Path, reference: d
     assert {file.name: file.read_bytes() for file in adapter.iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    "saved",
-    [
-        ["embed_vision", "patch_embedder"],
-        pytest.param(["vision_tower.patch_embedder.input_proj"], marks=() if IS_OLDEST else pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("saved", [["embed_vision", "patch_embedder"], pytest.param(
+    ["vision_tower.patch_embedder.input_proj"], marks=() if IS_OLDEST else pytest.mark.slow,
+)])  # fmt: skip
 @pytest.mark.parametrize("name", ["cpu", pytest.param("catch-all", marks=pytest.mark.slow)])
 def test_modules_to_save_on_offloaded_modules(work: Path, saved: list[str], name: str) -> None:
     if IS_OLDEST and "embed_vision" in saved:
@@ -198,10 +195,12 @@ def test_adapter_weights_have_the_dtype_of_stock(work: Path, autocast: bool, dty
     assert {value.dtype for name, value in model.named_parameters() if "lora_" in name} == {dtype}
 
 
-def test_rank_and_alpha_patterns_survive_the_resolved_names(work: Path) -> None:
-    adapter = adapter_of(
-        work, name="patterns", rank_pattern={"q_proj.linear": 8, "up_proj": 2}, alpha_pattern={"down_proj": 3}, rslora=True
-    )
+@pytest.mark.parametrize("name, options", [
+    ("patterns", {"rank_pattern": {"q_proj.linear": 8, "up_proj": 2}, "alpha_pattern": {"down_proj": 3}, "rslora": True}),
+    ("dora-text", {"dora": True, "targets": "text"}),  # its modules are resident
+], ids=["patterns", "dora"])  # fmt: skip
+def test_patterns_and_dora_of_a_split_base_answer_as_stock(work: Path, name: str, options: dict[str, Any]) -> None:
+    adapter = adapter_of(work, name=name, **options)
     expected = stock.with_adapter(stock.load_stock(folder_of(work), device=DEVICE), adapter)
     model = bridged(split.load(folder_of(work), split.towers_off()), adapter)
     given = inputs_of(model)
@@ -225,9 +224,7 @@ def test_placement_is_untouched(work: Path, name: str) -> None:
     assert {path.replace(".base_layer", "") for path in with_adapters["hooks"]} == set(before["hooks"])
     assert {path.replace(".base_layer", ""): hook for path, hook in with_adapters["hooks"].items()} == before["hooks"]
     own = {name.replace(".base_layer", ""): is_at for name, is_at in with_adapters["tensors"].items() if "lora_" not in name}
-    assert own == before["tensors"]
-    assert model.unload() is base
-    assert split.placement(base) == before
+    assert own == before["tensors"] and model.unload() is base and split.placement(base) == before
 
 
 def test_stock_peft_undoes_the_same_split(work: Path) -> None:
@@ -306,8 +303,7 @@ def test_an_adapter_loaded_after_the_last_was_deleted_keeps_the_placement(work: 
     model.delete_adapter("default")
     model.load_adapter(adapter_of(work, name="other", seed=7), "other")
     model.set_adapter("other")
-    assert model.hf_device_map == before
-    assert same(stock.logits(model, inputs_of(model)), reference["other"])
+    assert model.hf_device_map == before and same(stock.logits(model, inputs_of(model)), reference["other"])
 
 
 @pytest.mark.parametrize("name", ["disk", "catch-all", pytest.param("cpu", marks=pytest.mark.slow)])
@@ -450,16 +446,6 @@ def test_a_deep_copy_has_its_own_load_adapter(work: Path) -> None:
 # Keys -----------------------------------------------------------------------------------------------------------------
 
 
-def edited(work: Path, folder: Path, change: Any) -> Path:
-    """Return a copy of the adapter with its tensors changed."""
-    source = adapter_of(work)
-    folder.mkdir(exist_ok=True)
-    tensors = load_file(source / "adapter_model.safetensors")
-    save_file(change(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_bytes((source / "adapter_config.json").read_bytes())
-    return folder
-
-
 def test_keys_of_kv_shared_layers_are_said_and_change_nothing(
     work: Path, tmp_path: Path, reference: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -469,14 +455,13 @@ def test_keys_of_kv_shared_layers_are_said_and_change_nothing(
         new = {key.replace("layers.0", f"layers.{n}"): value.clone() for key, value in old.items() for n in (3, 4)}
         return tensors | {key: value for key, value in new.items() if "language_model" in key}
 
-    adapter = edited(work, tmp_path / "shared", add)
+    adapter = rewritten(adapter_of(work), tmp_path / "shared", add)
     with caplog.at_level(logging.WARNING, logger="trimtab.bridge"):
         model = bridged(split.load(folder_of(work), split.towers_off()), adapter)
     assert same(stock.logits(model, inputs_of(model)), reference["all"])
     assert [record.args[1] for record in caplog.records if record.name == "trimtab.bridge"] == [8]
     found = check(model)
-    assert found.adapters["default"]["no_effect"] == 8
-    assert found.counts["keys-without-effect"] == 8
+    assert found.adapters["default"]["no_effect"] == 8 and found.counts["keys-without-effect"] == 8
 
 
 def test_every_key_that_fits_nothing_is_listed_and_nothing_is_changed(work: Path, tmp_path: Path) -> None:
@@ -487,18 +472,16 @@ def test_every_key_that_fits_nothing_is_listed_and_nothing_is_changed(work: Path
 
     base = split.load(folder_of(work), split.towers_off())
     before = split.placement(base)
-    with pytest.raises(AdapterError) as caught:
-        load_peft(base, edited(work, tmp_path / "wrong", spoil))
-    assert sum("layers.77.mlp" in problem for problem in caught.value.problems) == 6
+    error = raised(AdapterError, lambda: load_peft(base, rewritten(adapter_of(work), tmp_path / "wrong", spoil)))
+    assert sum("layers.77.mlp" in problem for problem in error.problems) == 6
     assert split.placement(base) == before and not any("lora" in path for path, _ in base.named_modules())
 
 
 def test_half_a_pair_is_refused(work: Path, tmp_path: Path) -> None:
     key = "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_B.weight"
-    adapter = edited(work, tmp_path / "half", lambda tensors: {k: v for k, v in tensors.items() if k != key})
-    with pytest.raises(AdapterError) as caught:
-        load_peft(split.load(folder_of(work), split.towers_off()), adapter)
-    assert any("lora_B missing" in problem for problem in caught.value.problems)
+    adapter = rewritten(adapter_of(work), tmp_path / "half", lambda tensors: {k: v for k, v in tensors.items() if k != key})
+    error = raised(AdapterError, lambda: load_peft(split.load(folder_of(work), split.towers_off()), adapter))
+    assert any("lora_B missing" in problem for problem in error.problems)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -511,40 +494,33 @@ def test_values_that_are_not_finite_are_refused_before_the_base_is_changed(work:
 
     base = split.load(folder_of(work), split.towers_off())
     before = split.placement(base)
-    with pytest.raises(AdapterError) as caught:
-        load_peft(base, edited(work, tmp_path / "spoiled", spoil))
-    assert [problem.split(":")[0] for problem in caught.value.problems] == [key]
+    error = raised(AdapterError, lambda: load_peft(base, rewritten(adapter_of(work), tmp_path / "spoiled", spoil)))
+    assert [problem.split(":")[0] for problem in error.problems] == [key]
     assert split.placement(base) == before and not any("lora" in path for path, _ in base.named_modules())
 
 
 def test_adapter_of_another_model_is_refused(work: Path) -> None:
     base = split.load(folder_of(work), split.towers_off())
-    with pytest.raises(AdapterError) as caught:
-        load_peft(base, adapter_of(work, "gemma3"))
-    assert len(caught.value.problems) > 1
+    assert len(raised(AdapterError, lambda: load_peft(base, adapter_of(work, "gemma3"))).problems) > 1
 
 
 def test_a_full_copy_of_a_base_weight_is_compared_not_written(work: Path, tmp_path: Path) -> None:
     name = "model.language_model.embed_tokens.weight"
     key = f"base_model.model.{name}"
     weight = stock.load_stock(folder_of(work)).state_dict()[name]
-    same = edited(work, tmp_path / "same", lambda tensors: tensors | {key: weight.clone()})
+    same = rewritten(adapter_of(work), tmp_path / "same", lambda tensors: tensors | {key: weight.clone()})
     load_peft(split.load(folder_of(work), split.towers_off()), same)
-    other = edited(work, tmp_path / "other", lambda tensors: tensors | {key: weight + 1})
-    with pytest.raises(AdapterError) as caught:
-        load_peft(split.load(folder_of(work), split.towers_off()), other)
-    assert [problem.split(":")[0] for problem in caught.value.problems] == [key, key][: len(caught.value.problems)]
+    other = rewritten(adapter_of(work), tmp_path / "other", lambda tensors: tensors | {key: weight + 1})
+    error = raised(AdapterError, lambda: load_peft(split.load(folder_of(work), split.towers_off()), other))
+    assert [problem.split(":")[0] for problem in error.problems] == [key, key][: len(error.problems)]
 
 
 def test_second_adapter_that_does_not_fit_leaves_the_first(work: Path, tmp_path: Path, reference: dict[str, torch.Tensor]) -> None:
     model = bridged(split.load(folder_of(work), split.towers_off()), adapter_of(work))
     with pytest.raises(AdapterError):
         model.load_adapter(adapter_of(work, "gemma3"), "wrong")
-    with pytest.raises(RequestError) as caught:
-        model.load_adapter(adapter_of(work), "default")
-    assert caught.value.field == "adapter_name"
-    assert list(model.peft_config) == ["default"]
-    assert same(stock.logits(model, inputs_of(model)), reference["all"])
+    assert refused(lambda: model.load_adapter(adapter_of(work), "default")).field == "adapter_name"
+    assert list(model.peft_config) == ["default"] and same(stock.logits(model, inputs_of(model)), reference["all"])
 
 
 # Arguments ------------------------------------------------------------------------------------------------------------
@@ -552,22 +528,19 @@ def test_second_adapter_that_does_not_fit_leaves_the_first(work: Path, tmp_path:
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_argument_that_would_place_again_or_do_nothing_is_refused(work: Path, name: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        load_peft(nn.Linear(1, 1), adapter_of(work), **{name: True})
-    assert caught.value.field == name and REFUSED[name] in str(caught.value)
+    error = refused(lambda: load_peft(nn.Linear(1, 1), adapter_of(work), **{name: True}))
+    assert error.field == name and REFUSED[name] in str(error)
 
 
 def test_unknown_argument_is_refused_with_near_names(work: Path) -> None:
-    with pytest.raises(RequestError) as caught:
-        load_peft(nn.Linear(1, 1), adapter_of(work), is_trainabel=True)
-    assert caught.value.field == "is_trainabel" and "is_trainable" in caught.value.allowed
+    error = refused(lambda: load_peft(nn.Linear(1, 1), adapter_of(work), is_trainabel=True))
+    assert error.field == "is_trainabel" and "is_trainable" in error.allowed
 
 
 @pytest.mark.parametrize("options", [{"is_trainable": "yes"}, {"adapter_name": ""}, {"adapter_name": "a.b"}])
 def test_value_of_a_wrong_kind_is_refused(work: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(RequestError) as caught:
-        load_peft(stock.load_stock(folder_of(work, "llama")), adapter_of(work, "llama"), **options)
-    assert caught.value.field in options
+    error = refused(lambda: load_peft(stock.load_stock(folder_of(work, "llama")), adapter_of(work, "llama"), **options))
+    assert error.field in options
 
 
 # Bases ----------------------------------------------------------------------------------------------------------------
@@ -575,10 +548,9 @@ def test_value_of_a_wrong_kind_is_refused(work: Path, options: dict[str, Any]) -
 
 def refusal(base: Any, adapter: Path) -> UpstreamError:
     before = dict(base.named_modules())
-    with pytest.raises(UpstreamError) as caught:
-        load_peft(base, adapter)
+    error = raised(UpstreamError, load_peft, base, adapter)
     assert dict(base.named_modules()) == before
-    return caught.value
+    return error
 
 
 def is_about(error: UpstreamError, kind: str) -> bool:
@@ -648,29 +620,17 @@ def test_dora_on_offloaded_modules_is_refused(work: Path, name: str) -> None:
     assert error.package == "peft" and "DoRA on" in str(error)
 
 
-def test_dora_on_resident_modules_of_a_split_base_answers_as_stock(work: Path) -> None:
-    adapter = adapter_of(work, name="dora-text", dora=True, targets="text")
-    expected = stock.with_adapter(stock.load_stock(folder_of(work), device=DEVICE), adapter)
-    model = bridged(split.load(folder_of(work), split.towers_off()), adapter)
-    given = inputs_of(model)
-    assert same(stock.logits(model, given), stock.logits(expected, given))
-
-
 def test_base_with_adapters_is_refused(work: Path) -> None:
     model = load_peft(stock.load_stock(folder_of(work, "llama")), adapter_of(work, "llama"))
-    with pytest.raises(RequestError) as caught:
-        load_peft(model, adapter_of(work, "llama"))
-    assert caught.value.field == "base_model" and "load_adapter" in caught.value.hint
+    error = refused(lambda: load_peft(model, adapter_of(work, "llama")))
+    assert error.field == "base_model" and "load_adapter" in error.hint
 
 
 def test_empty_model_is_refused(work: Path) -> None:
-    with pytest.raises(RequestError) as caught:
-        load_peft(split.empty(folder_of(work, "llama")), adapter_of(work, "llama"))
-    assert caught.value.field == "base_model" and "meta" in str(caught.value)
+    error = refused(lambda: load_peft(split.empty(folder_of(work, "llama")), adapter_of(work, "llama")))
+    assert error.field == "base_model" and "meta" in str(error)
 
 
 @pytest.mark.parametrize("base", [nn.Linear(4, 4), object()])
 def test_what_is_no_model_is_refused(work: Path, base: Any) -> None:
-    with pytest.raises(RequestError) as caught:
-        load_peft(base, adapter_of(work, "llama"))
-    assert caught.value.field == "base_model"
+    assert refused(lambda: load_peft(base, adapter_of(work, "llama"))).field == "base_model"

@@ -17,17 +17,19 @@ import transformers
 from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 import trimtab
 from tests import pico, split, stock
+from tests.adapter_files import rewritten
 from tests.bridge.test_bridge import adapter_of, folder_of
+from tests.raised import raised, refused
 from trimtab.bridge import row_scales
 from trimtab.bridge.inspect import Scan, scan, scan_text
 from trimtab.bridge.inspect_findings import BY_NAME, KINDS, Finding
 from trimtab.bridge.inspect_rules import View
-from trimtab.errors import AdapterError, RequestError
+from trimtab.errors import AdapterError
 
 transformers.logging.disable_progress_bar()
 logging.getLogger("accelerate").setLevel(logging.ERROR)
@@ -66,8 +68,7 @@ def test_targets_of_a_multimodal_adapter_on_an_empty_e2b(e2b: Any, tmp_path: Pat
     }  # fmt: skip
     assert found.targets["modules"] == 353
     assert found.targets["tensors_by_part"] == {"audio": 72, "language": 490, "vision": 224}
-    assert found.targets["tensors"] == 786 and found.targets["no_effect"] == 80
-    assert found.devices.keys() == {"meta"}
+    assert found.targets["tensors"] == 786 and found.targets["no_effect"] == 80 and found.devices.keys() == {"meta"}
     assert "353 modules: 148 Gemma4ClippableLinear, 205 Linear; 80 tensors without effect" in scan_text(found)
 
 
@@ -80,27 +81,20 @@ def test_the_language_targets_are_what_transformers_would_quantize(e2b: Any, tmp
         path for path, module in e2b.named_modules()
         if type(module) is nn.Linear and "language_model" in path and path.rpartition(".")[2] in names
     }  # fmt: skip
-    assert len(linears - set(stock_unquantized(e2b, "nf4"))) == 205
-    assert scan(e2b).classes["vision"]["Linear"] >= 112
+    assert len(linears - set(stock_unquantized(e2b, "nf4"))) == 205 and scan(e2b).classes["vision"]["Linear"] >= 112
 
 
 def test_an_adapter_of_another_model_is_refused_with_all_problems(work: Path) -> None:
-    with pytest.raises(AdapterError) as caught:
-        scan(llama(work), adapter=adapter_of(work, "gemma3"))
-    assert len(caught.value.problems) > 1
+    assert len(raised(AdapterError, lambda: scan(llama(work), adapter=adapter_of(work, "gemma3"))).problems) > 1
 
 
 def test_targets_of_a_model_with_adapters_are_refused(work: Path) -> None:
     model = stock.with_adapter(llama(work), adapter_of(work, "llama"))
-    with pytest.raises(RequestError) as caught:
-        scan(model, adapter=adapter_of(work, "llama"))
-    assert caught.value.field == "model"
+    assert refused(lambda: scan(model, adapter=adapter_of(work, "llama"))).field == "model"
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(RequestError) as caught:
-        scan({"a": 1})
-    assert caught.value.field == "model"
+    assert refused(scan, {"a": 1}).field == "model"
 
 
 # Sound models ---------------------------------------------------------------------------------------------------------
@@ -111,8 +105,7 @@ def test_a_sound_model_has_no_findings(work: Path) -> None:
     assert found.findings == () and found.counts == {} and found.adapters == {}
     # Two layers of seven projections, the head, the word table.
     assert found.classes == {"language": {"Embedding": 1, "Linear": 14}, "head": {"Linear": 1}}
-    assert found.said_quantized == "not quantized"
-    assert list(found.devices) == ["cpu"]
+    assert found.said_quantized == "not quantized" and list(found.devices) == ["cpu"]
     assert scan_text(found).endswith("nothing found")
 
 
@@ -130,8 +123,7 @@ def test_bytes_are_counted_once_by_place(work: Path) -> None:
 @pytest.mark.parametrize("quant, name", [("nf4", "Linear4bit"), ("int8", "Linear8bitLt")])
 def test_a_quantized_model_is_counted_by_class(work: Path, quant: str, name: str) -> None:
     found = scan(llama(work, quant))
-    assert found.class_counts() == {"Embedding": 1, "Linear": 1, name: 14}
-    assert found.findings == ()
+    assert found.class_counts() == {"Embedding": 1, "Linear": 1, name: 14} and found.findings == ()
 
 
 def test_an_adapter_of_stock_peft_is_counted_by_part(work: Path) -> None:
@@ -180,8 +172,7 @@ def test_what_dispatch_does_to_quantized_layers(work: Path, quant: str) -> None:
     dispatch_model(model, split.last_layer_off(folder_of(work, "llama")), main_device=split.GPU)
     given = split.to_device(pico.inputs("llama", model.config))
     if quant == "int8":  # its scale travels with the weight
-        assert scan(model).findings == ()
-        assert torch.isfinite(stock.logits(model, given)).all()
+        assert scan(model).findings == () and torch.isfinite(stock.logits(model, given)).all()
         return
     assert scan(model).counts == {"quant-state-on-meta": 7}
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
@@ -206,8 +197,7 @@ def test_offloaded_modules_that_stay_in_full_precision_are_counted_by_map_key(wo
     found = scan(split.load(folder_of(work), split.towers_off(), "nf4"))
     rows = {finding.module_path: finding.count for finding in found.of("left-unquantized")}
     assert rows == {"model.vision_tower": 15, "model.audio_tower": 24, "model.embed_vision": 1, "model.embed_audio": 1}
-    assert found.class_counts()["Linear4bit"] == 42
-    assert not found.of("nothing-quantized")
+    assert found.class_counts()["Linear4bit"] == 42 and not found.of("nothing-quantized")
 
 
 def test_linear_outside_every_skip_list_is_found(work: Path) -> None:
@@ -224,8 +214,7 @@ def test_skip_list_of_the_user_is_no_finding(work: Path) -> None:
 
 def test_fused_experts_stay_in_full_precision(work: Path) -> None:
     found = scan(stock.load_stock(pico.build("gemma4_moe", work / "moe"), "nf4"))
-    assert found.counts["experts-unquantized"] == 2
-    assert found.of("experts-unquantized")[0].bugs == ("H3",)
+    assert found.counts["experts-unquantized"] == 2 and found.of("experts-unquantized")[0].bugs == ("H3",)
 
 
 # Adapters -------------------------------------------------------------------------------------------------------------
@@ -233,12 +222,7 @@ def test_fused_experts_stay_in_full_precision(work: Path) -> None:
 
 def without(work: Path, folder: Path, dropped: str) -> Path:
     """Return a llama adapter without the tensors whose name holds the text."""
-    source = adapter_of(work, "llama")
-    folder.mkdir()
-    tensors = {key: value for key, value in load_file(source / "adapter_model.safetensors").items() if dropped not in key}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_bytes((source / "adapter_config.json").read_bytes())
-    return folder
+    return rewritten(adapter_of(work, "llama"), folder, lambda found: {key: found[key] for key in found if dropped not in key})
 
 
 def test_adapter_whose_keys_did_not_fit_does_nothing(work: Path, tmp_path: Path) -> None:
@@ -307,8 +291,7 @@ def test_a_catch_all_entry_leaves_sequential_hooks(work: Path) -> None:
     found = scan(split.load(folder_of(work), split.catch_all()))
     assert found.counts["sequential-hook"] == 112 and set(found.counts) == {"sequential-hook"}
     finding = found.of("sequential-hook")[0]
-    assert (finding.bugs, finding.breaks) == (("C2", "C3"), "merge")
-    assert "AlignDevicesHook, AlignDevicesHook" in finding.detail
+    assert (finding.bugs, finding.breaks) == (("C2", "C3"), "merge") and "AlignDevicesHook, AlignDevicesHook" in finding.detail
     assert not scan(split.load(folder_of(work), split.towers_off())).of("sequential-hook")
 
 
@@ -395,8 +378,7 @@ def test_4_bit_rows_that_the_cpu_unpacks_with_other_scales_are_named(work: Path,
 def test_every_kind_says_what_to_do() -> None:
     assert len(BY_NAME) == len(KINDS)
     for kind in KINDS:
-        assert kind.meaning and kind.way_round
-        assert kind.breaks in ("forward", "merge", "answer", "")
+        assert kind.meaning and kind.way_round and kind.breaks in ("forward", "merge", "answer", "")
 
 
 def test_inspect_moves_nothing(work: Path) -> None:

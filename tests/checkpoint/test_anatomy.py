@@ -14,11 +14,11 @@ import transformers
 from torch import nn
 
 from tests import pico, stock
+from tests.raised import refused
 from trimtab.adapters.adapter import match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.loader import transformers_model as hf
-from trimtab.errors import RequestError
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +88,7 @@ def test_what_is_quantized_is_what_stock_quantizes(family, built, anatomy):
 def test_fused_experts_are_named_with_their_reason(anatomy):
     for family in ("mixtral", "qwen3_moe", "gemma4_moe"):
         experts = [row for row in anatomy(family).rows if row.kind == "experts"]
-        assert experts
-        assert all("packed only on request" in row.why_unquantized for row in experts)
+        assert experts and all("packed only on request" in row.why_unquantized for row in experts)
         assert all(any(len(tensor.shape) == 3 for tensor in row.tensors) for row in experts)
     stacked = next(t for row in anatomy("mixtral").rows for t in row.tensors if t.tensor_path.endswith("gate_up_proj"))
     assert len(stacked.sources) == 8
@@ -114,21 +113,16 @@ def test_other_projections_say_why_they_stay(tmp_path):
 def test_keep_unquantized_is_obeyed_and_named(built):
     kept = anatomy_of(built("llama"), keep_unquantized=("*.o_proj", "model.layers.1.mlp"))
     reasons = {row.module_path: row.why_unquantized for row in kept.rows if row.kind == "linear" and not row.quantized}
-    assert sorted(reasons) == sorted(
-        [
-            "lm_head",
-            *(f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)),
-            *(f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")),
-        ]
-    )
+    assert sorted(reasons) == sorted([
+        "lm_head", *(f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)),
+        *(f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")),
+    ])  # fmt: skip
     assert all("keep_unquantized" in why for path, why in reasons.items() if path != "lm_head")
 
 
 def test_a_keep_pattern_that_names_nothing_is_refused_with_near_names(built):
-    with pytest.raises(RequestError) as caught:
-        anatomy_of(built("llama"), keep_unquantized=("model.layers.0.self_attn.out_proj",))
-    assert caught.value.field == "keep_unquantized"
-    assert "model.layers.0.self_attn.o_proj" in caught.value.near
+    error = refused(lambda: anatomy_of(built("llama"), keep_unquantized=("model.layers.0.self_attn.out_proj",)))
+    assert error.field == "keep_unquantized" and "model.layers.0.self_attn.o_proj" in error.near
 
 
 @pytest.mark.parametrize(("quant", "label"), [("nf4", "nf4"), ("nf4-dq", "nf4-dq"), ("int8", "int8")])
@@ -189,8 +183,7 @@ def test_a_model_that_is_its_own_language_model_keeps_its_layers(tmp_path):
         **pico._TEXT, vision_config=tower | {"image_size": 28, "patch_size": 14},
         audio_config={"hidden_size": 64, "num_blocks": 1, "num_attention_heads": 2, "intermediate_size": 64},
     )  # fmt: skip
-    found = config_only(tmp_path, config, "Phi4MultimodalForCausalLM")
-    parts = {row.block: row.part for row in found.rows}
+    parts = {row.block: row.part for row in config_only(tmp_path, config, "Phi4MultimodalForCausalLM").rows}
     assert parts["model.layers.1"] == parts["model"] == "language"
     assert parts["model.embed_tokens_extend.image_embed.img_processor.encoder.layers.0"] == "vision"
     assert parts["model.embed_tokens_extend.audio_embed.encoder.encoders.0"] == "audio"
@@ -225,16 +218,14 @@ def test_untied_words_of_an_e_series_model_can_be_gathered(tmp_path):
     config = pico._gemma4()
     config.tie_word_embeddings = config.text_config.tie_word_embeddings = False
     found = config_only(tmp_path, config, "Gemma4ForConditionalGeneration").by_path()
-    assert found["model.language_model.embed_tokens"].gather_only
-    assert found["model.language_model.embed_tokens"].part == "table"
+    assert found["model.language_model.embed_tokens"].gather_only and found["model.language_model.embed_tokens"].part == "table"
     assert found["lm_head"].why_unquantized == "the output head"
 
 
 def test_position_tables_are_never_gathered(anatomy):
     for family in ("gemma3", "qwen3_vl"):
         embeddings = [row for row in anatomy(family).rows if row.kind == "embedding" and row.part == "vision"]
-        assert embeddings
-        assert not any(row.gather_only for row in embeddings)
+        assert embeddings and not any(row.gather_only for row in embeddings)
 
 
 # Caches ---------------------------------------------------------------------------------------------------------------
@@ -252,14 +243,12 @@ def test_caches_are_those_that_a_forward_leaves(family, built, anatomy):
     assert len(cache_made.layers) >= len(storing)
     for layer in storing:
         made = cache_made.layers[layer.layer]
-        assert made.keys.shape[1] == layer.kv_heads
-        assert made.keys.shape[3] == made.values.shape[3] == layer.head_dim
+        assert made.keys.shape[1] == layer.kv_heads and made.keys.shape[3] == made.values.shape[3] == layer.head_dim
         assert getattr(made, "sliding_window", None) == layer.window
     for layer in layers:
         if layer.shares is not None:
             source = layers[layer.shares]
-            assert source.shares is None
-            assert (source.window, source.head_dim) == (layer.window, layer.head_dim)
+            assert source.shares is None and (source.window, source.head_dim) == (layer.window, layer.head_dim)
 
 
 def test_linear_attention_keeps_a_state_instead(tmp_path):
@@ -286,8 +275,7 @@ def test_e2b_is_the_field_s_model(e2b):
     assert e2b.missing_projections[0] == "model.language_model.layers.15.self_attn.k_proj"
     assert (e2b.hidden_size, e2b.vocab_size, e2b.model_type) == (1536, 262144, "gemma4")
     table = e2b.by_path()["model.language_model.embed_tokens_per_layer"]
-    assert table.weight is not None and table.weight.shape == (262144, 35 * 256)
-    assert table.gather_only
+    assert table.weight is not None and table.weight.shape == (262144, 35 * 256) and table.gather_only
     widths = [e2b.by_path()[f"model.language_model.layers.{i}.mlp.up_proj"].weight.shape[0] for i in (14, 15)]
     assert widths == [6144, 12288]
 
@@ -306,12 +294,10 @@ def test_the_field_s_adapter_on_e2b(e2b, tmp_path):
     assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"][0] == "q_proj"
     spec = match_adapter(file, e2b)
     assert Counter(target.part for target in spec.targets) == {"language": 205, "vision": 112, "audio": 36}
-    assert sum(target.wrapped for target in spec.targets) == 148
-    assert len(spec.no_effect) == 80
+    assert sum(target.wrapped for target in spec.targets) == 148 and len(spec.no_effect) == 80
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gemma3", "mixtral", "llama"])
 def test_stock_adapters_match(family, built, anatomy, tmp_path):
     spec = match_adapter(read_adapter(pico.adapter(built(family), tmp_path, targets="all")), anatomy(family))
-    assert not spec.no_effect
-    assert 2 * len(spec.targets) == len(spec.file.tensors)
+    assert not spec.no_effect and 2 * len(spec.targets) == len(spec.file.tensors)

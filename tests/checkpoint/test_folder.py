@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from tests.raised import raised
 from trimtab.checkpoint.folder import check_unchanged, find_folder, hub_cache, read_checkpoint
 from trimtab.errors import CheckpointError
 
@@ -48,9 +49,7 @@ def sharded(folder: Path, **more: bytes) -> Path:
 
 
 def refusal(model: str | Path) -> CheckpointError:
-    with pytest.raises(CheckpointError) as caught:
-        read_checkpoint(model)
-    return caught.value
+    return raised(CheckpointError, read_checkpoint, model)
 
 
 @pytest.fixture(autouse=True)
@@ -122,8 +121,7 @@ def test_config_names_another_index_and_it_is_checked(tmp_path: Path) -> None:
     files = {"x.safetensors": safetensors(("a",)), "x.safetensors.index.json": index({"a": "x.safetensors", "b": "x.safetensors"})}
     folder = folder_of(tmp_path / "m", files, {"transformers_weights": "x.safetensors.index.json"})
     error = refusal(folder)
-    assert error.path == str(folder / "x.safetensors.index.json")
-    assert "b (in x.safetensors)" in str(error)
+    assert error.path == str(folder / "x.safetensors.index.json") and "b (in x.safetensors)" in str(error)
     (folder / "x.safetensors").write_bytes(safetensors(("a", "b")))
     assert set(read_checkpoint(folder).tensors) == {"a", "b"}
 
@@ -193,8 +191,7 @@ def test_folder_without_config_is_refused(tmp_path: Path) -> None:
 def test_adapter_folder_is_refused_as_one(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_bytes(b"{}")
     error = refusal(tmp_path)
-    assert "is an adapter, not a model" in str(error)
-    assert "base model" in error.hint
+    assert "is an adapter, not a model" in str(error) and "base model" in error.hint
 
 
 @pytest.mark.parametrize(
@@ -207,8 +204,7 @@ def test_adapter_folder_is_refused_as_one(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_config_that_is_no_json_object_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
     error = refusal(folder_of(tmp_path / "m", {"config.json": content, "model.safetensors": safetensors()}))
-    assert error.path == str(tmp_path / "m" / "config.json")
-    assert reason in str(error)
+    assert error.path == str(tmp_path / "m" / "config.json") and reason in str(error)
 
 
 def test_quantization_that_is_no_object_is_refused(tmp_path: Path) -> None:
@@ -228,8 +224,7 @@ def test_missing_shards_are_all_named(tmp_path: Path) -> None:
     (folder / "one.safetensors").unlink()
     (folder / "two.safetensors").unlink()
     error = refusal(folder)
-    assert "2 of 2 shards are missing: one.safetensors, two.safetensors" in str(error)
-    assert "download them again" in error.hint
+    assert "2 of 2 shards are missing: one.safetensors, two.safetensors" in str(error) and "download them again" in error.hint
 
 
 @pytest.mark.parametrize(
@@ -253,8 +248,7 @@ def test_index_that_names_an_impossible_file_counts_as_a_missing_shard(tmp_path:
 def test_index_without_a_weight_map_is_refused(tmp_path: Path, content: bytes) -> None:
     folder = folder_of(tmp_path / "m", {"model.safetensors.index.json": content})
     error = refusal(folder)
-    assert error.path == str(folder / "model.safetensors.index.json")
-    assert "has no weight_map" in str(error)
+    assert error.path == str(folder / "model.safetensors.index.json") and "has no weight_map" in str(error)
 
 
 def test_tensors_missing_from_the_file_that_the_index_names_are_refused(tmp_path: Path) -> None:
@@ -273,26 +267,21 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 def test_broken_shard_is_refused_by_its_own_name(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m", **{"two.safetensors": b"version https://git-lfs.github.com/spec/v1\n"})
     error = refusal(folder)
-    assert error.path == str(folder / "two.safetensors")
-    assert "Git LFS" in str(error)
+    assert error.path == str(folder / "two.safetensors") and "Git LFS" in str(error)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt"])
 def test_pickle_alone_is_refused_with_the_next_step(tmp_path: Path, name: str) -> None:
     error = refusal(folder_of(tmp_path / "m", {name: b"", "training_args.bin": b""}))
-    assert f"only as pickle ({name})" in str(error)
-    assert "Convert it to safetensors" in error.hint
+    assert f"only as pickle ({name})" in str(error) and "Convert it to safetensors" in error.hint
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"group_size": 64, "bits": 4}}, "packed for MLX"),
-        ({"quantization": {"group_size": 64, "bits": 4}}, "packed for MLX"),
-        ({"quantization_config": {"quant_method": "exl2", "bits": 4.0}}, "packed for ExLlama (EXL2)"),
-        ({"quantization_config": {"quant_method": "exl3"}}, "packed for ExLlama (EXL3)"),
-    ],
-)
+@pytest.mark.parametrize(("config", "words"), [
+    ({"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"group_size": 64, "bits": 4}}, "packed for MLX"),
+    ({"quantization": {"group_size": 64, "bits": 4}}, "packed for MLX"),
+    ({"quantization_config": {"quant_method": "exl2", "bits": 4.0}}, "packed for ExLlama (EXL2)"),
+    ({"quantization_config": {"quant_method": "exl3"}}, "packed for ExLlama (EXL3)"),
+])  # fmt: skip
 def test_models_of_mlx_and_exllama_are_refused_by_name(config: dict[str, Any], words: str, tmp_path: Path) -> None:
     error = refusal(folder_of(tmp_path / "m", {"model.safetensors": safetensors()}, config))
     assert words in str(error) and "Use a GGUF file" in error.hint
@@ -309,15 +298,13 @@ def test_weights_that_nothing_points_to_are_refused(tmp_path: Path, name: str) -
     assert f"has {name}, but neither model.safetensors nor model.safetensors.index.json" in str(error)
 
 
-@pytest.mark.parametrize("named", ["x.bin", "", 1, ["x.safetensors"], "x.safetensors.index"])
-def test_config_that_names_no_safetensors_file_is_refused(tmp_path: Path, named: Any) -> None:
+@pytest.mark.parametrize(("named", "words"), [
+    *((one, f"transformers_weights is {one!r}") for one in ("x.bin", "", 1, ["x.safetensors"], "x.safetensors.index")),
+    ("x.safetensors", "transformers_weights names x.safetensors, which is missing"),
+])  # fmt: skip
+def test_config_that_names_no_safetensors_file_is_refused(tmp_path: Path, named: Any, words: str) -> None:
     folder = folder_of(tmp_path / "m", {"model.safetensors": safetensors()}, {"transformers_weights": named})
-    assert f"transformers_weights is {named!r}" in str(refusal(folder))
-
-
-def test_config_that_names_a_missing_file_is_refused(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "m", {"model.safetensors": safetensors()}, {"transformers_weights": "x.safetensors"})
-    assert "transformers_weights names x.safetensors, which is missing" in str(refusal(folder))
+    assert words in str(refusal(folder))
 
 
 def test_config_that_names_a_file_outside_the_folder_is_refused(tmp_path: Path) -> None:
@@ -411,14 +398,10 @@ def test_main_chooses_among_snapshots(tmp_path: Path) -> None:
     assert find_folder(folder) == folder / "snapshots" / REVISION
 
 
-def test_hub_id_is_looked_up_in_the_cache(tmp_path: Path) -> None:
-    folder = cached(tmp_path / "hub", main=REVISION)
-    assert read_checkpoint("org/tiny").folder == folder / "snapshots" / REVISION
-
-
-def test_hub_id_without_an_organisation_is_looked_up_too(tmp_path: Path) -> None:
-    folder = cached(tmp_path / "hub", "models--gpt2", main=REVISION)
-    assert read_checkpoint("gpt2").folder == folder / "snapshots" / REVISION
+@pytest.mark.parametrize("hub_id, name", [("org/tiny", "models--org--tiny"), ("gpt2", "models--gpt2")])
+def test_hub_id_is_looked_up_in_the_cache(tmp_path: Path, hub_id: str, name: str) -> None:
+    folder = cached(tmp_path / "hub", name, main=REVISION)
+    assert read_checkpoint(hub_id).folder == folder / "snapshots" / REVISION
 
 
 def test_a_path_of_three_names_is_no_hub_id(tmp_path: Path) -> None:
@@ -448,10 +431,8 @@ def test_the_snapshot_is_the_one_that_huggingface_hub_finds(tmp_path: Path) -> N
 @pytest.mark.parametrize("model", ["org/none", "none"])
 def test_hub_id_that_is_not_cached_is_refused_with_how_to_get_it(tmp_path: Path, model: str) -> None:
     error = refusal(model)
-    assert error.path == model
-    assert "nothing is downloaded automatically" in str(error)
-    assert str(tmp_path / "hub") in str(error)
-    assert f"trimtab pull {model}" in error.hint
+    assert error.path == model and "nothing is downloaded automatically" in str(error)
+    assert str(tmp_path / "hub") in str(error) and f"trimtab pull {model}" in error.hint
 
 
 @pytest.mark.parametrize(
@@ -474,8 +455,7 @@ def test_cache_without_snapshots_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("main", ["f" * 40, "..", ".", "", f"../snapshots/{REVISION}", "/"])
 def test_main_that_names_no_snapshot_is_refused(tmp_path: Path, main: str) -> None:
-    error = refusal(cached(tmp_path, main=main))
-    assert f"refs/main names the snapshot {main!r}; it has {REVISION}" in str(error)
+    assert f"refs/main names the snapshot {main!r}; it has {REVISION}" in str(refusal(cached(tmp_path, main=main)))
 
 
 def test_main_that_is_not_text_is_refused(tmp_path: Path) -> None:
@@ -489,8 +469,7 @@ def test_link_to_a_blob_that_is_not_there_is_refused_not_taken_for_no_weights(tm
     folder = cached(tmp_path, main=REVISION)
     (folder / "blobs" / "w").unlink()
     error = refusal(folder)
-    assert error.path == str(folder / "snapshots" / REVISION / "model.safetensors")
-    assert "a broken link" in str(error)
+    assert error.path == str(folder / "snapshots" / REVISION / "model.safetensors") and "a broken link" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -520,9 +499,7 @@ def test_a_damaged_gguf_file_is_called_that(tmp_path: Path) -> None:
     file = tmp_path / "model-Q4_K_M.gguf"
     file.write_bytes(b"GGUF")
     for path in (file, tmp_path):
-        with pytest.raises(CheckpointError, match="ends within its version") as caught:
-            read_checkpoint(str(path))
-        assert caught.value.path == str(file)
+        assert raised(CheckpointError, read_checkpoint, str(path), match="ends within its version").path == str(file)
     # Beside a checkpoint such files are somebody else's.
     (tmp_path / "config.json").write_text("{}")
     assert find_folder(str(tmp_path)) == tmp_path

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from tests import ROOT
 from tests.examples import examples
+from tests.raised import raised
 from trimtab.checkpoint.headers import DTYPES, MAX_HEADER_BYTES, is_finite, read_header
 from trimtab.errors import CheckpointError
 
@@ -45,10 +46,9 @@ def entry(dtype: Any = "U8", shape: Any = (4,), offsets: Any = (0, 4)) -> dict[s
 
 def refusal(folder: Path, content: bytes) -> CheckpointError:
     file = written(folder, content)
-    with pytest.raises(CheckpointError) as caught:
-        read_header(file)
-    assert caught.value.path == str(file)
-    return caught.value
+    error = raised(CheckpointError, read_header, file)
+    assert error.path == str(file)
+    return error
 
 
 def refusal_of(folder: Path, tensors: dict[str, Any], data: bytes = bytes(4)) -> CheckpointError:
@@ -86,14 +86,12 @@ def test_empty_tensors_and_scalars_have_their_place(tmp_path: Path) -> None:
 def test_tensors_may_be_listed_in_another_order_than_they_lie(tmp_path: Path) -> None:
     tensors = {"second": entry(offsets=[4, 8]), "first": entry(offsets=[0, 4])}
     header = read_header(written(tmp_path, framed(json.dumps(tensors).encode(), bytes(8))))
-    assert header.tensors["second"].start == header.tensors["first"].start + 4
-    assert list(header.tensors) == ["second", "first"]
+    assert header.tensors["second"].start == header.tensors["first"].start + 4 and list(header.tensors) == ["second", "first"]
 
 
 def test_metadata_is_text_by_text(tmp_path: Path) -> None:
     header = read_header(written(tmp_path, framed('{"__metadata__":{"format":"pt","ключ":"é"}}'.encode())))
-    assert header.metadata == {"format": "pt", "ключ": "é"}
-    assert header.tensors == {}
+    assert header.metadata == {"format": "pt", "ключ": "é"} and header.tensors == {}
 
 
 def test_reading_needs_neither_torch_nor_the_safetensors_library() -> None:
@@ -117,8 +115,7 @@ def test_what_the_library_writes_comes_back(tmp_path: Path, dtype: str) -> None:
     file = tmp_path / "model.safetensors"
     save_file(source, file, metadata={"format": "pt"})
     header, content = read_header(file), file.read_bytes()
-    assert header.metadata == {"format": "pt"}
-    assert set(header.tensors) == set(source)
+    assert header.metadata == {"format": "pt"} and set(header.tensors) == set(source)
     for name, tensor in source.items():
         found = header.tensors[name]
         assert (found.dtype, found.shape) == (dtype, tuple(tensor.shape))
@@ -129,19 +126,17 @@ def test_what_the_library_writes_comes_back(tmp_path: Path, dtype: str) -> None:
 # What is refused: the file --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", [b"", b"\x02\0\0\0\0\0\0"])
-def test_file_of_less_than_eight_bytes_is_refused(tmp_path: Path, content: bytes) -> None:
-    assert f"has {len(content)} B" in str(refusal(tmp_path, content))
+@pytest.mark.parametrize(("content", "said"), [
+    (b"", "has 0 B"), (b"\x02\0\0\0\0\0\0", "has 7 B"), (b"\x80\x02\0\0\0\0\0\0{}", "header of 640 B is longer"),
+    (b"GGUF\x03\0\0\0" + bytes(64), "GGUF"), (framed(b"{}", b"\0"), "1 B follow the last tensor"),
+], ids=["empty", "less than eight bytes", "a length like a pickle's", "a GGUF file", "bytes after no tensors"])  # fmt: skip
+def test_file_that_is_none_is_refused_as_what_it_is(tmp_path: Path, content: bytes, said: str) -> None:
+    assert said in str(refusal(tmp_path, content))
 
 
 def test_header_longer_than_the_file_is_refused_as_cut_short(tmp_path: Path) -> None:
     error = refusal(tmp_path, b"\x39\0\0\0\0\0\0\0{}")
-    assert "header of 57 B is longer than the file (10 B)" in str(error)
-    assert "truncated" in error.hint
-
-
-def test_cut_header_whose_length_looks_like_a_pickle_is_not_called_one(tmp_path: Path) -> None:
-    assert "header of 640 B is longer" in str(refusal(tmp_path, b"\x80\x02\0\0\0\0\0\0{}"))
+    assert "header of 57 B is longer than the file (10 B)" in str(error) and "truncated" in error.hint
 
 
 def test_header_over_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -159,34 +154,23 @@ def test_file_that_is_cut_while_it_is_read_is_refused(tmp_path: Path, monkeypatc
         read_header(file)
 
 
-def test_missing_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["none.safetensors", "", "a\0b"], ids=["missing", "a folder", "a null character"])
+def test_path_of_no_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_header(tmp_path / "none.safetensors")
-
-
-def test_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_header(tmp_path)
-
-
-def test_path_with_a_null_character_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_header("a\0b")
+        read_header(str(tmp_path / name))
 
 
 def test_git_lfs_pointer_is_named(tmp_path: Path) -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9940000000\n"
     error = refusal(tmp_path, pointer)
-    assert "Git LFS pointer" in str(error)
-    assert "git lfs pull" in error.hint
+    assert "Git LFS pointer" in str(error) and "git lfs pull" in error.hint
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("value", [None, {"weight": [1.0] * 100}], ids=["short", "long"])
 def test_pickle_is_named(tmp_path: Path, protocol: int, value: Any) -> None:
     error = refusal(tmp_path, pickle.dumps(value, protocol=protocol))
-    assert "is a pickle" in str(error)
-    assert "Convert it to safetensors" in error.hint
+    assert "is a pickle" in str(error) and "Convert it to safetensors" in error.hint
 
 
 @pytest.mark.parametrize("as_zip", [True, False])
@@ -211,10 +195,6 @@ def test_a_value_that_is_no_number_is_found_wherever_it_is(tmp_path: Path, dtype
         save_file({"w": tensor}, tmp_path / "w.safetensors")
         entry = read_header(tmp_path / "w.safetensors").tensors["w"]
         assert is_finite(entry, entry.dtype) is (value is None) is bool(tensor.double().isfinite().all())
-
-
-def test_gguf_file_is_named(tmp_path: Path) -> None:
-    assert "GGUF" in str(refusal(tmp_path, b"GGUF\x03\0\0\0" + bytes(64)))
 
 
 # What is refused: the header ------------------------------------------------------------------------------------------
@@ -242,8 +222,7 @@ def test_tensor_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     one = b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
     two = b'"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}'
     error = refusal(tmp_path, framed(b"{" + one + b"," + two + b"}", bytes(2)))
-    assert error.tensor_name == "a"
-    assert "occurs twice" in str(error)
+    assert error.tensor_name == "a" and "occurs twice" in str(error)
 
 
 def test_key_of_a_tensor_that_occurs_twice_is_refused_under_the_tensors_name(tmp_path: Path) -> None:
@@ -253,8 +232,7 @@ def test_key_of_a_tensor_that_occurs_twice_is_refused_under_the_tensors_name(tmp
 
 def test_tensor_name_that_is_half_a_surrogate_pair_is_refused_with_a_printable_error(tmp_path: Path) -> None:
     error = refusal(tmp_path, framed(b'{"a\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', bytes(1)))
-    assert error.tensor_name == "a\\ud800"
-    assert "not valid Unicode" in str(error)
+    assert error.tensor_name == "a\\ud800" and "not valid Unicode" in str(error)
     str(error).encode("utf-8")
 
 
@@ -280,25 +258,21 @@ ITEMS = {
 @pytest.mark.parametrize(("said", "item"), [(said, item) for said, items in ITEMS.items() for item in items], ids=repr)
 def test_what_describes_no_tensor_is_refused(tmp_path: Path, said: str, item: Any) -> None:
     error = refusal_of(tmp_path, {"a": item})
-    assert error.tensor_name == "a"
-    assert said in str(error)
+    assert error.tensor_name == "a" and said in str(error)
 
 
 @pytest.mark.parametrize("dtype", ["F128", "f16", "", 1, None, ["U8"], "F4", "x" * 10_000])
 def test_unknown_dtype_is_refused_with_the_known_ones(tmp_path: Path, dtype: Any) -> None:
     error = refusal_of(tmp_path, {"a": entry(dtype)})
-    assert error.tensor_name == "a"
-    assert "unknown dtype" in str(error)
-    assert "BF16" in str(error)
-    assert len(str(error)) < 1000
+    assert error.tensor_name == "a" and "unknown dtype" in str(error)
+    assert "BF16" in str(error) and len(str(error)) < 1000
 
 
 @pytest.mark.parametrize(("dtype", "shape", "need"), [("U8", [3], 3), ("U8", [5], 5), ("F32", [], 4), ("F16", [2, 0], 0)], ids=repr)
 def test_size_that_is_not_shape_times_dtype_is_refused(tmp_path: Path, dtype: str, shape: list[int], need: int) -> None:
     nbytes = 6
     error = refusal_of(tmp_path, {"a": entry(dtype, shape, [0, nbytes])}, bytes(nbytes))
-    assert error.tensor_name == "a"
-    assert f"has 6 B, its dtype {dtype} and shape {shape} need {need} B" in str(error)
+    assert error.tensor_name == "a" and f"has 6 B, its dtype {dtype} and shape {shape} need {need} B" in str(error)
 
 
 # What is refused: the layout ------------------------------------------------------------------------------------------
@@ -306,9 +280,7 @@ def test_size_that_is_not_shape_times_dtype_is_refused(tmp_path: Path, dtype: st
 
 def test_offsets_beyond_the_data_are_refused_as_cut_short(tmp_path: Path) -> None:
     error = refusal_of(tmp_path, {"a": entry(), "b": entry(offsets=[4, 8])}, bytes(7))
-    assert error.tensor_name == "b"
-    assert "ends at byte" in str(error)
-    assert "truncated" in error.hint
+    assert error.tensor_name == "b" and "ends at byte" in str(error) and "truncated" in error.hint
 
 
 @pytest.mark.parametrize(
@@ -324,8 +296,7 @@ def test_offsets_beyond_the_data_are_refused_as_cut_short(tmp_path: Path) -> Non
 )
 def test_overlaps_and_holes_are_refused(tmp_path: Path, entries: dict[str, Any], nbytes: int, name: str, said: str) -> None:
     error = refusal_of(tmp_path, entries, bytes(nbytes))
-    assert error.tensor_name == name
-    assert said in str(error)
+    assert error.tensor_name == name and said in str(error)
 
 
 def test_every_tensor_inside_a_larger_one_is_named(tmp_path: Path) -> None:
@@ -339,15 +310,10 @@ def test_bytes_after_the_last_tensor_are_refused(tmp_path: Path) -> None:
     assert "3 B follow the last tensor" in str(refusal_of(tmp_path, {"a": entry()}, bytes(7)))
 
 
-def test_bytes_after_a_header_without_tensors_are_refused(tmp_path: Path) -> None:
-    assert "1 B follow the last tensor" in str(refusal(tmp_path, framed(b"{}", b"\0")))
-
-
 def test_every_wrong_tensor_is_named_at_once(tmp_path: Path) -> None:
     wrong = {f"bad{number}": entry("F128") for number in range(9)}
     error = refusal_of(tmp_path, {"good": entry()} | wrong)
-    assert error.tensor_name == "bad0"
-    assert "and 8 more: bad1: unknown dtype" in str(error)
+    assert error.tensor_name == "bad0" and "and 8 more: bad1: unknown dtype" in str(error)
     assert "good" not in str(error)
     assert "bad6" not in str(error)  # a broken file of thousands of tensors must not fill the screen
 
@@ -420,13 +386,10 @@ _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 2**65) | st.floats() | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=6,
 )  # fmt: skip
-_ENTRIES = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from(("U8", "F16", "BF16", "F64")) | _JSON,
-        "shape": st.lists(st.integers(0, 4), max_size=3) | _JSON,
-        "data_offsets": st.lists(st.integers(0, 12), min_size=2, max_size=2) | _JSON,
-    }
-)
+_ENTRIES = st.fixed_dictionaries({
+    "dtype": st.sampled_from(("U8", "F16", "BF16", "F64")) | _JSON, "shape": st.lists(st.integers(0, 4), max_size=3) | _JSON,
+    "data_offsets": st.lists(st.integers(0, 12), min_size=2, max_size=2) | _JSON,
+})  # fmt: skip
 
 
 @given(tensors=st.dictionaries(st.text(max_size=3), _ENTRIES | _JSON, max_size=3), data=st.binary(max_size=12))

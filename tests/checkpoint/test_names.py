@@ -47,13 +47,10 @@ GEMMA4 = [
 # Prefixes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("path", "prefix", "expected"),
-    [
-        ("a.b", "a", True), ("a", "a", True), ("a.b.c", "a.b", True), ("ab", "a", False), ("a", "a.b", False),
-        ("layers.11", "layers.1", False), ("a.b", "", True), ("", "", True), ("", "a", False), ("b.a", "a", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "prefix", "expected"), [
+    ("a.b", "a", True), ("a", "a", True), ("a.b.c", "a.b", True), ("ab", "a", False), ("a", "a.b", False),
+    ("layers.11", "layers.1", False), ("a.b", "", True), ("", "", True), ("", "a", False), ("b.a", "a", False),
+])  # fmt: skip
 def test_prefix_ends_at_a_dot(path: str, prefix: str, expected: bool) -> None:
     assert is_under(path, prefix) is expected
 
@@ -66,22 +63,19 @@ def test_prefix_is_a_prefix_of_segments(path: list[str], prefix: list[str]) -> N
 # Patterns -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("pattern", "path", "expected"),
-    [
-        ("a.b", "a.b", True), ("a.b", "a.b.c.d", True), ("a.b", "a.bc", False), ("a.b", "a", False),
-        ("layers.1", "layers.1", True), ("layers.1", "layers.1.mlp", True), ("layers.1", "layers.11", False),
-        ("layers.1", "model.layers.1", False), ("*.layers.1", "model.layers.1.mlp", True),
-        ("*.layers.1", "model.layers.11", False),
-        ("*layers.1", "layers.1", True), ("layers.1*", "layers.11.mlp", True),
-        ("layers.*.mlp", "layers.3.mlp.up_proj", True),
-        ("layers.*.mlp", "layers.3.mlp2", False), ("*", "", True), ("*", "any.thing", True), ("**", "a", True),
-        ("a*a", "a", False), ("a*a", "aa", True), ("*.q_proj", "x.self_attn.q_proj.linear", True), ("", "a", False),
-        ("", "", True),
-        ("a.b*", "a.b", True), ("a.*", "a", False), ("a?", "ab", False), ("a[b]", "ab", False),
-        ("a[b]", "a[b].c", True), ("a.b", "aXb", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("pattern", "path", "expected"), [
+    ("a.b", "a.b", True), ("a.b", "a.b.c.d", True), ("a.b", "a.bc", False), ("a.b", "a", False),
+    ("layers.1", "layers.1", True), ("layers.1", "layers.1.mlp", True), ("layers.1", "layers.11", False),
+    ("layers.1", "model.layers.1", False), ("*.layers.1", "model.layers.1.mlp", True),
+    ("*.layers.1", "model.layers.11", False),
+    ("*layers.1", "layers.1", True), ("layers.1*", "layers.11.mlp", True),
+    ("layers.*.mlp", "layers.3.mlp.up_proj", True),
+    ("layers.*.mlp", "layers.3.mlp2", False), ("*", "", True), ("*", "any.thing", True), ("**", "a", True),
+    ("a*a", "a", False), ("a*a", "aa", True), ("*.q_proj", "x.self_attn.q_proj.linear", True), ("", "a", False),
+    ("", "", True),
+    ("a.b*", "a.b", True), ("a.*", "a", False), ("a?", "ab", False), ("a[b]", "ab", False),
+    ("a[b]", "a[b].c", True), ("a.b", "aXb", False),
+])  # fmt: skip
 def test_pattern_names_a_path_and_what_is_below(pattern: str, path: str, expected: bool) -> None:
     assert matches(pattern, path) is expected
 
@@ -111,25 +105,22 @@ def test_many_stars_take_no_time() -> None:
 # Near names -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("model.multi_modal_projector", "model.embed_vision"),
-        ("multi_modal_projector", "model.embed_vision"),
-        ("model.visual", "model.vision_tower.patch_embedder.input_proj"),
-        ("model.language_model.layers.3.self_attn.qproj", "model.language_model.layers.3.self_attn.q_proj"),
-        ("model.layers.3.self_attn.q_proj", "model.language_model.layers.3.self_attn.q_proj"),
-        ("layers.7.mlp.up_proj", "model.language_model.layers.7.mlp.up_proj"),
-        ("model.vision_model.encoder.layers.2.self_attn.k_proj.linear",
-        "model.vision_tower.encoder.layers.2.self_attn.k_proj.linear"),
-        ("model.vision_tower.encoder.layers.0.self_attn.q_proj",
-        "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear"),
-        ("embed_tokens_per_layers", "model.language_model.embed_tokens_per_layer"),
-        ("lmhead", "lm_head"),
-        ("base_model.model.model.language_model.layers.1.mlp.up_proj", "model.language_model.layers.1.mlp.up_proj"),
-        ("model.language_model.layers.99.mlp.down_proj", "model.language_model.layers.9.mlp.down_proj"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "meant"), [
+    ("model.multi_modal_projector", "model.embed_vision"),
+    ("multi_modal_projector", "model.embed_vision"),
+    ("model.visual", "model.vision_tower.patch_embedder.input_proj"),
+    ("model.language_model.layers.3.self_attn.qproj", "model.language_model.layers.3.self_attn.q_proj"),
+    ("model.layers.3.self_attn.q_proj", "model.language_model.layers.3.self_attn.q_proj"),
+    ("layers.7.mlp.up_proj", "model.language_model.layers.7.mlp.up_proj"),
+    ("model.vision_model.encoder.layers.2.self_attn.k_proj.linear",
+    "model.vision_tower.encoder.layers.2.self_attn.k_proj.linear"),
+    ("model.vision_tower.encoder.layers.0.self_attn.q_proj",
+    "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear"),
+    ("embed_tokens_per_layers", "model.language_model.embed_tokens_per_layer"),
+    ("lmhead", "lm_head"),
+    ("base_model.model.model.language_model.layers.1.mlp.up_proj", "model.language_model.layers.1.mlp.up_proj"),
+    ("model.language_model.layers.99.mlp.down_proj", "model.language_model.layers.9.mlp.down_proj"),
+])  # fmt: skip
 def test_what_was_meant_is_among_three(name: str, meant: str) -> None:
     assert meant in near_names(name, GEMMA4)
 
@@ -180,8 +171,7 @@ def test_very_long_names_take_no_time_and_keep_their_end() -> None:
 @given(st.text(max_size=20), st.lists(st.text(max_size=20), max_size=6), st.integers(-1, 8))
 def test_any_text_gives_a_few_of_the_choices(name: str, choices: list[str], count: int) -> None:
     found = near_names(name, choices, count)
-    assert len(found) == len(set(found)) <= max(count, 0)
-    assert set(found) <= set(choices)
+    assert len(found) == len(set(found)) <= max(count, 0) and set(found) <= set(choices)
 
 
 @given(st.text(min_size=1, max_size=20), st.lists(st.text(max_size=20), max_size=6))
@@ -279,33 +269,25 @@ def test_random_patterns_match_as_in_python() -> None:
 
 
 # Each of these keeps `re` busy for minutes or longer, or ends it with an exception that is not its own.
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"([\w.]+)+!", "(.*)*(.*)*(.*)*!", ".*" * 50 + "!", r"(?:(?:(?:\w\w?)*\.?)*_?)*!", "(?=(?=(?=.*)*)*)*!",
-        r"(?!([\w.]+)+!)([\w.]+)+!", "((a{0,60000}){0,60000}){0,60000}!", "(((.?){1,9999}){1,9999}){1,9999}!",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("pattern", [
+    r"([\w.]+)+!", "(.*)*(.*)*(.*)*!", ".*" * 50 + "!", r"(?:(?:(?:\w\w?)*\.?)*_?)*!", "(?=(?=(?=.*)*)*)*!",
+    r"(?!([\w.]+)+!)([\w.]+)+!", "((a{0,60000}){0,60000}){0,60000}!", "(((.?){1,9999}){1,9999}){1,9999}!",
+])  # fmt: skip
 def test_hostile_patterns_end_with_the_right_answer(pattern: str) -> None:
-    assert Matcher(NAMES).matching(pattern) == set()
-    assert Matcher(NAMES).first_of([pattern]) == {}
+    assert Matcher(NAMES).matching(pattern) == set() and Matcher(NAMES).first_of([pattern]) == {}
     assert not is_quick(pattern)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "words"),
-    [
-        ("a{100000000000000000000}", "not a regular expression"), ("(" * 900 + "a" + ")" * 900, "nests groups more than 50 deep"),
-        ("(" * 5000, "nests groups more than 50 deep"), ("a" * 100_001 + "+", "100,002 characters"), ("(a", "not a regular"),
-        (r"(\w)\1", "a back-reference"), ("(a)?(?(1)b|c)", "a condition on a group"), ("(?<=a+)b", "fixed-width"),
-        ("a{" + "9" * 5000 + "}", "not a regular expression"), ("(?:.|..|...)*" * 7000, "too much work"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("pattern", "words"), [
+    ("a{100000000000000000000}", "not a regular expression"), ("(" * 900 + "a" + ")" * 900, "nests groups more than 50 deep"),
+    ("(" * 5000, "nests groups more than 50 deep"), ("a" * 100_001 + "+", "100,002 characters"), ("(a", "not a regular"),
+    (r"(\w)\1", "a back-reference"), ("(a)?(?(1)b|c)", "a condition on a group"), ("(?<=a+)b", "fixed-width"),
+    ("a{" + "9" * 5000 + "}", "not a regular expression"), ("(?:.|..|...)*" * 7000, "too much work"),
+])  # fmt: skip
 def test_what_is_not_matched_is_an_error_that_names_the_pattern(pattern: str, words: str) -> None:
     with pytest.raises(PatternError, match=words) as error:
         Matcher(f"{place}.{name}" for place in range(200) for name in NAMES).matching(pattern)
-    assert error.value.pattern == pattern
-    assert len(shown(pattern)) < 100
+    assert error.value.pattern == pattern and len(shown(pattern)) < 100
 
 
 def test_the_limit_is_of_work_and_not_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,8 +311,7 @@ def test_a_rank_for_each_of_many_modules_is_found_by_name() -> None:
 
 
 def test_quick_patterns_are_those_that_adapters_have() -> None:
-    assert [pattern for pattern in PUBLIC[:12] if not is_quick(pattern)] == []
-    assert not is_quick(".*" * 5)
+    assert [pattern for pattern in PUBLIC[:12] if not is_quick(pattern)] == [] and not is_quick(".*" * 5)
     # Short repeats inside another, and many alternatives, take as long.
     assert [one for one in (r"((a{0,8}){0,8}){0,8}!", "(a|a)" * 13, "(a?){30}", "(ab*)+") if is_quick(one)] == []
 
@@ -348,68 +329,57 @@ def test_an_adapter_with_a_hostile_pattern_is_matched(tmp_path: Path) -> None:
     hostile = r"([\w.]+)+!"
     config = {"rank_pattern": {hostile: 8}, "alpha_pattern": {hostile: 8}, "target_modules": hostile, "exclude_modules": hostile}
     spec = match(tmp_path, q_proj(), **config)
-    assert [(target.rank, target.scale) for target in spec.targets] == [(4, 2.0)]
-    assert set(spec.idle) == set(config)
+    assert [(target.rank, target.scale) for target in spec.targets] == [(4, 2.0)] and set(spec.idle) == set(config)
 
 
-@pytest.mark.parametrize(
-    ("config", "field"),
-    [
-        ({"rank_pattern": {f"model.layers.{place}": 4 for place in range(MAX_PATTERNS + 1)}}, "rank_pattern has 50,001 entries"),
-        ({"alpha_pattern": {f"a{place}+": 4 for place in range(2001)}}, "alpha_pattern has 2,001 regular expressions"),
-        ({"rank_pattern": {"a{100000000000000000000}": 4}}, "rank_pattern['a{100000000000000000000}']: is not a regular"),
-        ({"target_modules": "(" * 900 + "a" + ")" * 900}, "target_modules['((((("),
-        ({"exclude_modules": "(?P<a"}, "exclude_modules['(?P<a']"), ({"layers_pattern": ["("]}, "layers_pattern['(']"),
-        ({"modules_to_save": ["a{100000000000000000000}"]}, "modules_to_save['a{100000000000000000000}']"),
-        ({"target_modules": ["q_proj"] * (MAX_PATTERNS + 1)}, "target_modules has 50,001 entries"),
-        ({"rank_pattern": {"a" * 60_000 + "+": 4, "b" * 60_000 + "+": 4}}, "the regular expressions of the configuration"),
-        ({"rank_pattern": {"(?:.|..|...)*" * 7000: 4}}, "rank_pattern['(?:.|..|"),
-        *(({"target_modules": value}, f"target_modules={value}: must be a list") for value in (5, True, 1.5)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "field"), [
+    ({"rank_pattern": {f"model.layers.{place}": 4 for place in range(MAX_PATTERNS + 1)}}, "rank_pattern has 50,001 entries"),
+    ({"alpha_pattern": {f"a{place}+": 4 for place in range(2001)}}, "alpha_pattern has 2,001 regular expressions"),
+    ({"rank_pattern": {"a{100000000000000000000}": 4}}, "rank_pattern['a{100000000000000000000}']: is not a regular"),
+    ({"target_modules": "(" * 900 + "a" + ")" * 900}, "target_modules['((((("),
+    ({"exclude_modules": "(?P<a"}, "exclude_modules['(?P<a']"), ({"layers_pattern": ["("]}, "layers_pattern['(']"),
+    ({"modules_to_save": ["a{100000000000000000000}"]}, "modules_to_save['a{100000000000000000000}']"),
+    ({"target_modules": ["q_proj"] * (MAX_PATTERNS + 1)}, "target_modules has 50,001 entries"),
+    ({"rank_pattern": {"a" * 60_000 + "+": 4, "b" * 60_000 + "+": 4}}, "the regular expressions of the configuration"),
+    ({"rank_pattern": {"(?:.|..|...)*" * 7000: 4}}, "rank_pattern['(?:.|..|"),
+    *(({"target_modules": value}, f"target_modules={value}: must be a list") for value in (5, True, 1.5)),
+])  # fmt: skip
 def test_a_configuration_beyond_the_limits_is_refused_in_short(config: dict, field: str, tmp_path: Path) -> None:
     (problem,) = problems_of(tmp_path, q_proj(), **config)
-    assert problem.startswith(field)
-    assert len(problem) < 300
+    assert problem.startswith(field) and len(problem) < 300
 
 
 # Entries that name nothing ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "notes"),
-    [
-        ({"rank_pattern": {"q_porj": 4}}, ["rank_pattern: no module of the model for 'q_porj' (similar: q_proj, v_proj, o_proj)"]),
-        ({"alpha_pattern": {r".*\.q_projj": 4}},
-         [r"alpha_pattern: no module of the model for '.*\\.q_projj' (similar: q_proj, v_proj, o_proj)"]),
-        ({"rank_pattern": {"layers.7.self_attn.q_proj": 4}},
-         ["rank_pattern: no module of the model for 'layers.7.self_attn.q_proj'"]),
-        ({"target_modules": ["q_proj", "out_projection"]}, ["target_modules: no module of the model for 'out_projection'"]),
-        ({"target_modules": r".*\.query"}, [r"target_modules: no module of the model for '.*\\.query'"]),
-        ({"exclude_modules": ["visoin_tower"]}, ["exclude_modules: no module of the model for 'visoin_tower'"]),
-        ({"layers_to_transform": [0, 9]}, ["layers_to_transform: no layer of the model for '9'"]),
-        ({"layers_to_transform": 0, "layers_pattern": ["layers", "blocks"]},
-         ["layers_pattern: no module of the model for 'blocks'"]),
-        ({"modules_to_save": ["nrom"]}, ["modules_to_save: no module of the model for 'nrom'"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "notes"), [
+    ({"rank_pattern": {"q_porj": 4}}, ["rank_pattern: no module of the model for 'q_porj' (similar: q_proj, v_proj, o_proj)"]),
+    ({"alpha_pattern": {r".*\.q_projj": 4}},
+     [r"alpha_pattern: no module of the model for '.*\\.q_projj' (similar: q_proj, v_proj, o_proj)"]),
+    ({"rank_pattern": {"layers.7.self_attn.q_proj": 4}},
+     ["rank_pattern: no module of the model for 'layers.7.self_attn.q_proj'"]),
+    ({"target_modules": ["q_proj", "out_projection"]}, ["target_modules: no module of the model for 'out_projection'"]),
+    ({"target_modules": r".*\.query"}, [r"target_modules: no module of the model for '.*\\.query'"]),
+    ({"exclude_modules": ["visoin_tower"]}, ["exclude_modules: no module of the model for 'visoin_tower'"]),
+    ({"layers_to_transform": [0, 9]}, ["layers_to_transform: no layer of the model for '9'"]),
+    ({"layers_to_transform": 0, "layers_pattern": ["layers", "blocks"]},
+     ["layers_pattern: no module of the model for 'blocks'"]),
+    ({"modules_to_save": ["nrom"]}, ["modules_to_save: no module of the model for 'nrom'"]),
+])  # fmt: skip
 def test_entries_that_name_no_module_are_told(config: dict, notes: list[str], tmp_path: Path) -> None:
     found = match(tmp_path, q_proj(), **config).notes
     assert [note.partition(" (similar")[0] for note in found] == [note.partition(" (similar")[0] for note in notes]
     assert all("(similar: q_proj" in note for note, wanted in zip(found, notes, strict=True) if "(similar" in wanted)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        # Modules without keys, wrappers, the inner linear, a projection that a KV-shared layer lacks, experts by their old names.
-        {"rank_pattern": {"up_proj": 2, "vision_tower.*q_proj": 2, "q_proj.linear": 2, "layers.1.self_attn.k_proj": 2}},
-        {"rank_pattern": {"experts.weight": 2, "experts.3.up_proj": 2}, "alpha_pattern": {r"experts\.\d+\.down_proj": 2}},
-        {"target_modules": "all-linear"}, {"target_modules": [f"{TEXT}.layers.0.self_attn.q_proj", "q_proj", "self_attn.q_proj"]},
-        {"layers_to_transform": [0, 1]}, {"layers_to_transform": 1, "layers_pattern": "layers"},
-        {"modules_to_save": ["classifier", "score"], "task_type": "SEQ_CLS"},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("config", [
+    # Modules without keys, wrappers, the inner linear, a projection that a KV-shared layer lacks, experts by their old names.
+    {"rank_pattern": {"up_proj": 2, "vision_tower.*q_proj": 2, "q_proj.linear": 2, "layers.1.self_attn.k_proj": 2}},
+    {"rank_pattern": {"experts.weight": 2, "experts.3.up_proj": 2}, "alpha_pattern": {r"experts\.\d+\.down_proj": 2}},
+    {"target_modules": "all-linear"}, {"target_modules": [f"{TEXT}.layers.0.self_attn.q_proj", "q_proj", "self_attn.q_proj"]},
+    {"layers_to_transform": [0, 1]}, {"layers_to_transform": 1, "layers_pattern": "layers"},
+    {"modules_to_save": ["classifier", "score"], "task_type": "SEQ_CLS"},
+])  # fmt: skip
 def test_entries_that_name_a_module_raise_no_alarm(config: dict, tmp_path: Path) -> None:
     spec = match(tmp_path, q_proj(), **config)
     assert (spec.notes, spec.idle) == ((), {})

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests import ROOT, pico
+from tests.adapter_files import rewritten
 from tools import former_names
 from trimtab.adapters.adapter import describe, match_adapter, read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
@@ -44,15 +45,6 @@ def test_every_former_name_leads_to_a_module(name: str) -> None:
 # Adapters --------------------------------------------------------------------------------------------------------------
 
 
-def _respelled(source: Path, folder: Path, change: Any, **config: Any) -> Path:
-    folder.mkdir()
-    tensors = load_file(source / "adapter_model.safetensors")
-    save_file({change(key): value for key, value in tensors.items()}, folder / "adapter_model.safetensors", {"format": "pt"})
-    stored = json.loads((source / "adapter_config.json").read_text()) | config
-    (folder / "adapter_config.json").write_text(json.dumps(stored))
-    return folder
-
-
 VISION = Rename("model", "vision_tower", r"^vision_model\.(.+)", r"\1")
 SPELLINGS = {
     "of 4.57": lambda key: key.replace("vision_tower.encoder", "vision_tower.vision_model.encoder"),
@@ -62,6 +54,10 @@ SPELLINGS = {
         .replace("model.model.multi_modal_projector", "model.multi_modal_projector")
     ),
 }
+
+
+def _respelled(source: Path, folder: Path, change: Any, **config: Any) -> Path:
+    return rewritten(source, folder, lambda tensors: {change(key): value for key, value in tensors.items()}, **config)
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +106,12 @@ def test_a_name_that_never_was_is_still_refused(gemma3: tuple[Path, Path], tmp_p
         match_adapter(read_adapter(old), read_anatomy(read_checkpoint(base), quant="none", dtype="float32"))
 
 
-@pytest.mark.parametrize(
-    ("rename", "path", "expected"),
-    [
-        (VISION, "model.vision_tower.vision_model.a", "model.vision_tower.a"),
-        (VISION, "vision_tower.vision_model.a", "vision_tower.a"),
-        (VISION, "model.other.vision_model.a", "model.other.vision_model.a"),
-        (Rename("", "", r"\.to_q\.", ".q_proj."), "layers.0.to_q", "layers.0.q_proj"),
-        (Rename("model", "", r"^text\.(.+)", r"\1"), "model.text.a", "model.a"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rename", "path", "expected"), [
+    (VISION, "model.vision_tower.vision_model.a", "model.vision_tower.a"),
+    (VISION, "vision_tower.vision_model.a", "vision_tower.a"),
+    (VISION, "model.other.vision_model.a", "model.other.vision_model.a"),
+    (Rename("", "", r"\.to_q\.", ".q_proj."), "layers.0.to_q", "layers.0.q_proj"),
+    (Rename("model", "", r"^text\.(.+)", r"\1"), "model.text.a", "model.a"),
+])  # fmt: skip
 def test_a_rename_changes_its_own_part_alone(rename: Rename, path: str, expected: str) -> None:
     assert renamed(path, [rename]) == expected

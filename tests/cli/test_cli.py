@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import trimtab
+from tests.raised import raised, refused
 from trimtab import errors
 from trimtab.cli import main as cli
 from trimtab.cli.commands import plan_run as commands
@@ -64,8 +65,7 @@ def asks(world, capsys):
 
     def ask(name, *arguments, model=world / "base"):
         placement = ["--context", "128", "--device", "cpu"] if not str(model).endswith(".json") else []
-        code = cli.main([name, str(model), *placement, *map(str, arguments)])
-        return (code, *capsys.readouterr())
+        return (cli.main([name, str(model), *placement, *map(str, arguments)]), *capsys.readouterr())
 
     return ask
 
@@ -108,25 +108,22 @@ def test_help_imports_neither_torch_nor_transformers():
 
 
 def test_the_version_is_the_packages(capsys):
-    with pytest.raises(SystemExit) as done:
-        cli.main(["--version"])
-    assert (done.value.code, capsys.readouterr().out) == (0, f"trimtab {trimtab.__version__}\n")
+    error = raised(SystemExit, cli.main, ["--version"])
+    assert (error.code, capsys.readouterr().out) == (0, f"trimtab {trimtab.__version__}\n")
 
 
 # Usage and errors -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["paln"], ["plan"], ["plan", "m", "--contxt", "5"], ["plan", "m", "--cont", "5"], ["plan", "m", "--context", "x"],
-     ["run", "m"], ["inspect"], ["demo", "extra"], ["run", "m", "p", "--batch", "2"]],
-)  # fmt: skip
+@pytest.mark.parametrize("arguments", [
+    ["paln"], ["plan"], ["plan", "m", "--contxt", "5"], ["plan", "m", "--cont", "5"], ["plan", "m", "--context", "x"],
+    ["run", "m"], ["inspect"], ["demo", "extra"], ["run", "m", "p", "--batch", "2"],
+])  # fmt: skip
 def test_a_wrong_command_line_says_how_it_is_written(arguments, capsys):
     assert cli.main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("usage: trimtab")
-    assert "trimtab: command line: " in err
+    assert err.startswith("usage: trimtab") and "trimtab: command line: " in err
 
 
 def test_a_wrong_command_line_is_json_when_json_is_asked(capsys):
@@ -140,8 +137,7 @@ def test_a_wrong_command_line_is_json_when_json_is_asked(capsys):
 def test_every_error_class_has_an_exit_code_of_its_own():
     kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.TrimtabError)}
     table = dict(exit_codes.EXIT_CODES)
-    assert set(table) == kinds - {errors.TrimtabError}
-    assert len(set(table.values())) == len(table)
+    assert set(table) == kinds - {errors.TrimtabError} and len(set(table.values())) == len(table)
     assert {type(error): code for error, code, _ in ERRORS} == table
 
 
@@ -175,22 +171,14 @@ def test_a_reader_that_went_away_is_not_a_traceback(tmp_path, monkeypatch):
         assert cli.main(["inspect", "a"]) == cli.READER_GONE
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["plan", "{tmp}/missing"], 3),
-        (["plan", "{base}", "--gpu-memory", "1MiB", "--device", "cpu"], 4),
-        (["plan", "{base}", "--quant", "nf5"], 2),
-        (["inspect", "{tmp}/missing"], 3),
-        (["inspect", "{tmp}"], 3),
-        (["plan", "{base}", "--adapter", "a={base}"], 3),
-        (["plan", "{base}", "--adapter", "{tmp}/missing"], 3),
-        (["run", "{base}", "hi", "--image", "{tmp}/missing.png"], 2),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code"), [
+    (["plan", "{tmp}/missing"], 3), (["plan", "{base}", "--gpu-memory", "1MiB", "--device", "cpu"], 4),
+    (["plan", "{base}", "--quant", "nf5"], 2), (["inspect", "{tmp}/missing"], 3), (["inspect", "{tmp}"], 3),
+    (["plan", "{base}", "--adapter", "a={base}"], 3), (["plan", "{base}", "--adapter", "{tmp}/missing"], 3),
+    (["run", "{base}", "hi", "--image", "{tmp}/missing.png"], 2),
+])  # fmt: skip
 def test_exit_codes_of_real_failures(arguments, code, world, tmp_path, capsys):
-    filled = [text.format(tmp=tmp_path, base=world / "base") for text in arguments]
-    assert cli.main(filled) == code
+    assert cli.main([text.format(tmp=tmp_path, base=world / "base") for text in arguments]) == code
     assert capsys.readouterr().err.startswith("trimtab: ")
 
 
@@ -201,10 +189,10 @@ def request_of(*arguments, **counted):
     return flags.load_request(cli.parser().parse_args(["plan", "m", *arguments]), **counted)
 
 
-@pytest.mark.parametrize("prompt", ["", "  "])
-def test_an_empty_prompt_is_refused_before_anything_is_read(prompt, capsys):
-    assert cli.main(["run", "/no/such/model", prompt, "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == "PROMPT"
+@pytest.mark.parametrize(("given", "field"), [([""], "PROMPT"), (["  "], "PROMPT"), (["Hello", "--top-k", "5"], "top_k")])
+def test_an_empty_prompt_or_an_option_without_effect_is_refused_before_anything_is_read(given, field, capsys):
+    assert cli.main(["run", "/no/such/model", *given, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == field
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused_before_its_weights_are_read(asks, world, tmp_path, monkeypatch):
@@ -226,8 +214,7 @@ def test_every_flag_reaches_its_field(tmp_path):
         "--place": ["*=resident", "a.b=stream"], "--keep-unquantized": ["x.*", "y"], "--device": ["cuda:1"],
         "--offload-dir": ["E:/spill"],
     }  # fmt: skip
-    given = [text for flag, values in arguments.items() for value in values for text in (flag, value)]
-    request = request_of(*given)
+    request = request_of(*[text for flag, values in arguments.items() for value in values for text in (flag, value)])
     assert request == LoadRequest(
         model="m", adapters={"a": "one", "b": "two=2"}, gpu_memory_bytes=4 * 2**30, host_memory_bytes=500_000_000,
         quant="int8", dtype="float16", context_tokens=77, batch=3, images=0, audio_s=1.5,
@@ -247,31 +234,25 @@ def test_every_placement_field_of_a_request_has_a_flag():
     assert set(flags.PLACEMENT.values()) == fields
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        (["--adapter", "a=path:0.5"], "--adapter"), (["--adapter", "=path"], "--adapter"), (["--adapter", "a="], "--adapter"),
-        (["--adapter", "a=x", "--adapter", "a=y"], "--adapter"), (["--adapter", "a b=x"], "--adapter"),
-        (["--place", "vision"], "--place"), (["--place", "=stream"], "--place"),
-        (["--place", "v=stream", "--place", "v=disk"], "--place"), (["--place", "v=strm"], "place['v']"),
-        (["--gpu-memory", "4 apples"], "--gpu-memory"), (["--gpu-memory", "4"], "--gpu-memory"),
-        (["--host-memory", "0"], "--host-memory"),
-        (["--context", "0"], "context"), (["--device", "tpu"], "device"),
-        (["--device-map", "missing.json"], "--device-map"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "field"), [
+    (["--adapter", "a=path:0.5"], "--adapter"), (["--adapter", "=path"], "--adapter"), (["--adapter", "a="], "--adapter"),
+    (["--adapter", "a=x", "--adapter", "a=y"], "--adapter"), (["--adapter", "a b=x"], "--adapter"),
+    (["--place", "vision"], "--place"), (["--place", "=stream"], "--place"),
+    (["--place", "v=stream", "--place", "v=disk"], "--place"), (["--place", "v=strm"], "place['v']"),
+    (["--gpu-memory", "4 apples"], "--gpu-memory"), (["--gpu-memory", "4"], "--gpu-memory"),
+    (["--host-memory", "0"], "--host-memory"),
+    (["--context", "0"], "context"), (["--device", "tpu"], "device"),
+    (["--device-map", "missing.json"], "--device-map"),
+])  # fmt: skip
 def test_a_flag_that_cannot_be_followed_is_named(arguments, field):
-    with pytest.raises(RequestError) as caught:
-        request_of(*arguments)
-    assert caught.value.field == field
+    assert refused(request_of, *arguments).field == field
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"cpu"', '{"a": true}', '{"a": null}', '{"a": 1.5}'])
 def test_a_file_that_holds_no_device_map_is_refused(text, tmp_path):
     (tmp_path / "map.json").write_text(text)
-    with pytest.raises(RequestError) as caught:
-        request_of("--device-map", str(tmp_path / "map.json"))
-    assert (caught.value.field, caught.value.value) == ("--device-map", str(tmp_path / "map.json"))
+    error = refused(request_of, "--device-map", str(tmp_path / "map.json"))
+    assert (error.field, error.value) == ("--device-map", str(tmp_path / "map.json"))
 
 
 # plan -----------------------------------------------------------------------------------------------------------------
@@ -291,8 +272,7 @@ def test_plan_json_is_the_saved_plan(asks, tmp_path):
     assert (code, err) == (0, "")
     plan = trimtab.Plan.from_json(json.loads(out))
     assert plan == trimtab.Plan.load(tmp_path / "plan.json")
-    assert plan.tiers()["model.language_model.embed_tokens_per_layer"] == "gather"
-    assert plan.request.context_tokens == 128
+    assert plan.tiers()["model.language_model.embed_tokens_per_layer"] == "gather" and plan.request.context_tokens == 128
 
 
 def test_plan_draws_its_picture_and_says_where(asks, tmp_path):
@@ -304,8 +284,7 @@ def test_plan_draws_its_picture_and_says_where(asks, tmp_path):
 def test_plan_refuses_a_picture_of_another_kind(asks, tmp_path):
     code, _, err = asks("plan", "--picture", tmp_path / "plan.gif")
     assert code == 2
-    assert err.startswith(f"trimtab: --picture {tmp_path / 'plan.gif'}: ")
-    assert not (tmp_path / "plan.gif").exists()
+    assert err.startswith(f"trimtab: --picture {tmp_path / 'plan.gif'}: ") and not (tmp_path / "plan.gif").exists()
 
 
 def test_plan_follows_a_device_map(asks, tmp_path):
@@ -331,8 +310,7 @@ def test_plan_for_less_than_the_least_says_what_would_do(asks):
 def test_inspect_counts_the_file_alone(world, capsys):
     assert cli.main(["inspect", str(world / "adapters" / "specialist")]) == 0
     out = capsys.readouterr().out
-    assert "holds     150 tensors, 2.2 MiB (150 in float32)" in out
-    assert "config    r 16, lora_alpha 32" in out
+    assert "holds     150 tensors, 2.2 MiB (150 in float32)" in out and "config    r 16, lora_alpha 32" in out
     assert [line.split() for line in out.splitlines()[-3:]] == [["audio", "12"], ["language", "96"], ["vision", "42"]]
 
 
@@ -416,16 +394,14 @@ def test_run_answers_with_the_only_adapter_or_the_one_named(asks, world):
     assert answer_of(asks("run", *question)[1]) == text[None].expected != text["style"].expected
 
 
-def test_run_with_several_adapters_asks_which_one(asks, world):
-    code, out, _ = asks("run", "--json", *adapters_of(world, "specialist", "style"), "Hello")
+@pytest.mark.parametrize(("names", "used", "key", "value"), [
+    (["specialist", "style"], [], "allowed", ["specialist", "style", "base"]),
+    (["specialist"], ["--use", "specialst"], "value", "specialst"),
+], ids=["several", "one that was not given"])  # fmt: skip
+def test_run_asks_which_adapter_is_meant(asks, world, names, used, key, value):
+    code, out, _ = asks("run", "--json", *adapters_of(world, *names), *used, "Hello")
     fields = json.loads(out)["error"]["fields"]
-    assert (code, fields["field"], fields["allowed"]) == (2, "--use", ["specialist", "style", "base"])
-
-
-def test_run_refuses_an_adapter_that_was_not_given(asks, world):
-    code, out, _ = asks("run", "--json", *adapters_of(world, "specialist"), "--use", "specialst", "Hello")
-    fields = json.loads(out)["error"]["fields"]
-    assert (code, fields["field"], fields["value"]) == (2, "--use", "specialst")
+    assert (code, fields["field"], fields[key]) == (2, "--use", value)
 
 
 def test_run_counts_its_own_pictures_and_sounds(asks, world, monkeypatch):
@@ -462,11 +438,6 @@ def test_sampling_flags_reach_the_request():
         "seed": 7, "stop": ("a", "b"),
     }  # fmt: skip
     assert flags.sampling_options(cli.parser().parse_args(["run", "m", "p"])) == {}
-
-
-def test_an_option_without_effect_is_refused_before_anything_is_read(capsys):
-    assert cli.main(["run", "/no/such/model", "Hello", "--top-k", "5", "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == "top_k"
 
 
 def test_stopped_while_answering_it_keeps_what_came_and_closes_the_model(asks, monkeypatch):
@@ -531,18 +502,15 @@ def test_the_demo_walks_the_line_answers_rightly_and_proves_it(every, monkeypatc
         monkeypatch.setattr(line, "read_asks", lambda adapters: asks)
     report = line.run(said.append)
     text = "\n".join(said)
-    assert report["same"] is True and report["verdict"] == "same"
-    assert report["max_abs"] == 0.0
-    assert {"gather", "stream"} <= set(report["tiers"])
-    assert report["split_peak_bytes"] < report["resident_peak_bytes"]
+    assert report["same"] is True and report["verdict"] == "same" and report["max_abs"] == 0.0
+    assert {"gather", "stream"} <= set(report["tiers"]) and report["split_peak_bytes"] < report["resident_peak_bytes"]
     assert [(row["kind"], row["adapter"]) for row in report["answers"]] == [(ask.kind, ask.adapter) for ask in asks]
     # These questions are answered rightly in bf16 (CARD.md); in NF4 a letter may change, an answer in another voice not.
     right = [row for row in report["answers"] if row["text"] == row["expected"]]
     assert len(right) >= len(asks) - (2 if every else 0)
     assert ElementTree.parse(report["picture"]).getroot().tag.endswith("svg")
     assert "Gemma4ForConditionalGeneration on" in text
-    assert said[-3] == "   same"
-    assert said[-2].partition(": ")[2] in {row["prompt"] for row in right}
+    assert said[-3] == "   same" and said[-2].partition(": ")[2] in {row["prompt"] for row in right}
     assert said[-1].splitlines()[1:] == [f"    {command}" for command in line.NEXT]
 
 
@@ -572,8 +540,7 @@ def test_a_demo_that_differs_ends_with_the_parity_code(monkeypatch, capsys):
     assert cli.main(["demo", "--json"]) == 7
     error = json.loads(capsys.readouterr().out)["error"]
     assert (error["class"], error["fields"]["position"]) == ("ParityError", 0)
-    assert error["fields"]["max_abs"] == pytest.approx(25.0)
-    assert 0.2 < error["fields"]["tolerance"] < 25
+    assert error["fields"]["max_abs"] == pytest.approx(25.0) and 0.2 < error["fields"]["tolerance"] < 25
 
 
 def test_a_demo_whose_last_bits_differ_is_the_same_within_noise(monkeypatch, capsys):
@@ -587,8 +554,7 @@ def test_a_demo_whose_last_bits_differ_is_the_same_within_noise(monkeypatch, cap
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compare_is_zero_only_for_the_same_bits(dtype):
     one = torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
-    assert line.compare([one], [one.clone()]) == 0.0
-    assert line.compare([one, one], [one, one + 1]) == 1.0
+    assert line.compare([one], [one.clone()]) == 0.0 and line.compare([one, one], [one, one + 1]) == 1.0
     other = one.clone()
     other[0] = float("nan")
     assert line.compare([one], [other]) == line.compare([other], [other]) == math.inf
@@ -626,20 +592,17 @@ def test_every_command_that_loads_takes_a_budget_or_a_plan(command, tmp_path, ca
         assert f"{flag}: has no effect on a saved plan" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        (["run", "{base}", "hi", "--adapter", "{style}", "--use", "typo"], "--use"),
-        (["verify", "{base}", "--adapter", "{style}", "--use", "typo"], "--use"),
-        (["bench", "{base}", "--adapter", "{style}", "--use", "typo"], "--use"),
-        (["plan", "{base}", "--picture", "x.pdf"], "picture"), (["bench", "{base}", "--picture", "x.pdf"], "--picture"),
-        (["plan", "{base}", "--picture", "no/such/x.svg"], "--picture"), (["plan", "{base}", "--save", "no/such/x.json"], "--save"),
-        (["verify", "{base}", "--save", "no/such/x.json"], "save"), (["doctor", "--html", "no/such/x.html"], "--html"),
-        (["doctor", "--matrix", "--save", "no/such/x.json"], "--save"),
-        (["run", "{base}", "hi", "--image", "no.png"], "image"), (["run", "{base}", "hi", "--adapter", "no/such"], None),
-        (["plan", "{base}", "--adapter", "no/such"], None), (["merge", "{base}", "no/such/out", "--adapter", "{style}"], "out"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "field"), [
+    (["run", "{base}", "hi", "--adapter", "{style}", "--use", "typo"], "--use"),
+    (["verify", "{base}", "--adapter", "{style}", "--use", "typo"], "--use"),
+    (["bench", "{base}", "--adapter", "{style}", "--use", "typo"], "--use"),
+    (["plan", "{base}", "--picture", "x.pdf"], "picture"), (["bench", "{base}", "--picture", "x.pdf"], "--picture"),
+    (["plan", "{base}", "--picture", "no/such/x.svg"], "--picture"), (["plan", "{base}", "--save", "no/such/x.json"], "--save"),
+    (["verify", "{base}", "--save", "no/such/x.json"], "save"), (["doctor", "--html", "no/such/x.html"], "--html"),
+    (["doctor", "--matrix", "--save", "no/such/x.json"], "--save"),
+    (["run", "{base}", "hi", "--image", "no.png"], "image"), (["run", "{base}", "hi", "--adapter", "no/such"], None),
+    (["plan", "{base}", "--adapter", "no/such"], None), (["merge", "{base}", "no/such/out", "--adapter", "{style}"], "out"),
+])  # fmt: skip
 def test_what_can_be_known_beforehand_is_found_before_anything_is_read(arguments, field, world, monkeypatch, capsys):
     from trimtab.doctor.probes import runner as probes
     from trimtab.engine.loader import transformers_model as hf

@@ -20,16 +20,14 @@ SOURCES = {"bash": "source <(trimtab completion bash)", "zsh": "source <(trimtab
            "fish": "trimtab completion fish | source"}  # fmt: skip
 # What is typed before Tab -> what the line is afterwards.
 CASES = [
-    ("trimtab ru", "trimtab run "),
-    ("trimtab run --gpu-m", "trimtab run --gpu-memory "),
+    ("trimtab ru", "trimtab run "), ("trimtab run --gpu-m", "trimtab run --gpu-memory "),
     ("trimtab serve x --adapter-r", "trimtab serve x --adapter-root "),
     ("trimtab plan --quant nf4-", "trimtab plan --quant nf4-dq "),
     ("trimtab serve x --log-format j", "trimtab serve x --log-format json "),
-    ("trimtab completion zs", "trimtab completion zsh "),
-    ("trimtab plan models/sm", "trimtab plan models/small/"),
+    ("trimtab completion zs", "trimtab completion zsh "), ("trimtab plan models/sm", "trimtab plan models/small/"),
     ("trimtab run models/small --adapter style=models/sm", "trimtab run models/small --adapter style=models/small/"),
     ("trimtab doctor --adapter models/sm", "trimtab doctor --adapter models/small/"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture

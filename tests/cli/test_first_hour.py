@@ -40,8 +40,7 @@ def ask(capsys):
     """Run a command; return (exit code, stdout, stderr)."""
 
     def run(*arguments):
-        code = cli.main([str(one) for one in arguments])
-        return (code, *capsys.readouterr())
+        return (cli.main([str(one) for one in arguments]), *capsys.readouterr())
 
     return run
 
@@ -59,8 +58,7 @@ def test_a_near_name_is_a_question_and_every_choice_stays_in_the_field():
 
 def test_without_a_near_name_every_choice_is_shown_and_the_error_has_no_field_for_it():
     error = RequestError("is no name", field="f", value="q", allowed=("aa", "ab"))
-    assert str(error) == "f='q': is no name (choices: aa, ab)"
-    assert error.near == () and "near" not in error.to_dict()["fields"]
+    assert str(error) == "f='q': is no name (choices: aa, ab)" and error.near == () and "near" not in error.to_dict()["fields"]
 
 
 @pytest.mark.parametrize(
@@ -105,39 +103,36 @@ def folders(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        ("run BASE hi --adapter styel", "Did you mean models/adapters/style or demo/style?"),
-        ("run BASE hi --adapter models/adapters/sobr", "Did you mean models/adapters/sober?"),
-        ("inspect zzz", "There are models/adapters/sober, models/adapters/style"),
-        ("run demo hi --adapter zzz", "The demo has demo/rslora-dora, demo/specialist, demo/style"),
-        ("plan demo --adapter demo", "The demo has demo/rslora-dora, demo/specialist, demo/style"),
-        ("merge BASE out --adapter a=models/stile", "Did you mean models/adapters/style or demo/style?"),
-        ("serve BASE --adapter demo/styel", "styel: no such folder. Did you mean demo/style?"),
-        ("run BASE hi --adapter demo/style,demo/specialist", "Adapters are given one by one. "),
-        ("run models/bsae hi", "downloaded automatically. Did you mean models/base? Fetch"),
-        ("plan ./models/bsae", "./models/bsae: no such folder. Did you mean models/base?"),
-        ("plan models", " is a folder with config.json and safetensors files. There is models/base"),
-        ("chat dmeo", "Did you mean demo? Fetch"), ("plan a/b/c", "c: no such folder. There is no folder a\n"),
-        ("plan ./medai/b/c/goood", "goood: no such folder. There is no folder ./medai. Did you mean media?\n"),
-        ("plan " + "./" + 1500 * "a/" + "b", "b: no such folder. There is no folder ./a\n"),
-        ("run BASE hi --image media/cta.png", "no such file. Did you mean media/cat.png?"),
-        ("run BASE hi --image medai/cat.png", "no such file. There is no folder medai. Did you mean media?"),
-        ("run BASE hi --image media", "--image media: cannot be read (Is a directory)"),
-        ("run BASE --prompts promtps.jsonl --out o", "cannot be read (No such file or directory). Did you mean prompts.jsonl?"),
-        ("verify BASE --prompts promtps.jsonl", "Did you mean prompts.jsonl?"),
-        ("doctor --trace media/cta.txt", "--trace media/cta.txt: cannot be read (No such file or directory)\n"),
-        ("run BASE --prompt-file promtps.jsonl", "Did you mean prompts.jsonl?"),
-        ("run --plan promtps.jsonl hi", "Did you mean prompts.jsonl? `trimtab plan MODEL --save FILE` writes one"),
-        ("serve --config promtps.jsonl", "Did you mean prompts.jsonl?"),
-        ("doctor --trace promtps.jsonl", "Did you mean prompts.jsonl?"),
-        ("plan BASE --device-map promtps.jsonl", "Did you mean prompts.jsonl?"),
-        ("plan BASE --device-map {}", "--device-map: has no device for "),
-        ("adapters modles", "Did you mean models?"),
-        ("plan BASE --save medai/p.json", "there is no folder medai. Did you mean media?"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("typed", "said"), [
+    ("run BASE hi --adapter styel", "Did you mean models/adapters/style or demo/style?"),
+    ("run BASE hi --adapter models/adapters/sobr", "Did you mean models/adapters/sober?"),
+    ("inspect zzz", "There are models/adapters/sober, models/adapters/style"),
+    ("run demo hi --adapter zzz", "The demo has demo/rslora-dora, demo/specialist, demo/style"),
+    ("plan demo --adapter demo", "The demo has demo/rslora-dora, demo/specialist, demo/style"),
+    ("merge BASE out --adapter a=models/stile", "Did you mean models/adapters/style or demo/style?"),
+    ("serve BASE --adapter demo/styel", "styel: no such folder. Did you mean demo/style?"),
+    ("run BASE hi --adapter demo/style,demo/specialist", "Adapters are given one by one. "),
+    ("run models/bsae hi", "downloaded automatically. Did you mean models/base? Fetch"),
+    ("plan ./models/bsae", "./models/bsae: no such folder. Did you mean models/base?"),
+    ("plan models", " is a folder with config.json and safetensors files. There is models/base"),
+    ("chat dmeo", "Did you mean demo? Fetch"), ("plan a/b/c", "c: no such folder. There is no folder a\n"),
+    ("plan ./medai/b/c/goood", "goood: no such folder. There is no folder ./medai. Did you mean media?\n"),
+    ("plan " + "./" + 1500 * "a/" + "b", "b: no such folder. There is no folder ./a\n"),
+    ("run BASE hi --image media/cta.png", "no such file. Did you mean media/cat.png?"),
+    ("run BASE hi --image medai/cat.png", "no such file. There is no folder medai. Did you mean media?"),
+    ("run BASE hi --image media", "--image media: cannot be read (Is a directory)"),
+    ("run BASE --prompts promtps.jsonl --out o", "cannot be read (No such file or directory). Did you mean prompts.jsonl?"),
+    ("verify BASE --prompts promtps.jsonl", "Did you mean prompts.jsonl?"),
+    ("doctor --trace media/cta.txt", "--trace media/cta.txt: cannot be read (No such file or directory)\n"),
+    ("run BASE --prompt-file promtps.jsonl", "Did you mean prompts.jsonl?"),
+    ("run --plan promtps.jsonl hi", "Did you mean prompts.jsonl? `trimtab plan MODEL --save FILE` writes one"),
+    ("serve --config promtps.jsonl", "Did you mean prompts.jsonl?"),
+    ("doctor --trace promtps.jsonl", "Did you mean prompts.jsonl?"),
+    ("plan BASE --device-map promtps.jsonl", "Did you mean prompts.jsonl?"),
+    ("plan BASE --device-map {}", "--device-map: has no device for "),
+    ("adapters modles", "Did you mean models?"),
+    ("plan BASE --save medai/p.json", "there is no folder medai. Did you mean media?"),
+])  # fmt: skip
 def test_a_mistyped_path_is_asked_for_or_what_is_there_is_listed(ask, folders, typed, said):
     code, _, err = ask(*typed.replace("BASE", str(BASE)).split())
     assert code in (2, 3) and said in err
@@ -159,8 +154,7 @@ def test_an_adapter_is_looked_for_beside_its_model_too(folders, monkeypatch):
 @pytest.mark.parametrize("command", [("run", "hi"), ("chat",), ("plan",)], ids=lambda words: words[0])
 def test_a_file_of_a_model_is_no_plan_and_its_folder_is_named(ask, command, name):
     code, _, err = ask(command[0], BASE / name, *command[1:])
-    assert code == 3 and "another release" not in err
-    assert f"{BASE / name}: is not a saved plan" in err
+    assert code == 3 and "another release" not in err and f"{BASE / name}: is not a saved plan" in err
     assert f"A model is given as its folder: {BASE}" in err
 
 
@@ -205,15 +199,11 @@ def test_a_bug_that_is_not_known_is_named_by_its_flag(ask):
     assert code == 2 and "--probe Z9: is not in the catalogue of known bugs (choices: A1, " in err
 
 
-@pytest.mark.parametrize(
-    ("given", "blamed"),
-    [
-        (("--max-memory", '{"0": "4GiB"}'), "--max-memory 0"),
-        (("--max-memory", '{"cuda": "4GiB"}'), "--max-memory cuda"),
-        (("--device", "cuda:0"), "--device cuda:0"),
-        (("--device", "cuda:0", "--max-memory", '{"0": "4GiB"}'), "--device cuda:0"),
-    ],
-)
+@pytest.mark.parametrize(("given", "blamed"), [
+    (("--max-memory", '{"0": "4GiB"}'), "--max-memory 0"), (("--max-memory", '{"cuda": "4GiB"}'), "--max-memory cuda"),
+    (("--device", "cuda:0"), "--device cuda:0"),
+    (("--device", "cuda:0", "--max-memory", '{"0": "4GiB"}'), "--device cuda:0"),
+])  # fmt: skip
 def test_a_device_that_is_not_here_is_blamed_on_the_flag_that_names_it(ask, monkeypatch, given, blamed):
     def refuse(device, bytes_before=None):
         raise RequestError("this machine has 0 CUDA devices", field="device", value=device, allowed=("auto", "cpu"))
@@ -224,17 +214,14 @@ def test_a_device_that_is_not_here_is_blamed_on_the_flag_that_names_it(ask, monk
     assert code == 2 and err.startswith(f"trimtab: {blamed}: this machine has 0 CUDA devices (choices: {choices})")
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (("plan", BASE, "--keep-unquantized", "lm_haed"), "trimtab: --keep-unquantized lm_haed: names no linear module"),
-        (("plan", BASE, "--max-memory", '{"gpu": "4GiB"}'), "trimtab: --max-memory gpu: no device has this name (choices: 0, "),
-        (("run", BASE, "hi", "--temperature", "-1"), "trimtab: --temperature -1: must be"),
-        (("plan", BASE, "--save", "/nothere/x.json"), "trimtab: --save /nothere/x.json: there is no folder /nothere\n"),
-        (("serve", BASE, "--limit", "foo=3"), " request_pixels, audio_s, request_audio_s, "),
-        (("serve", BASE, "--limit", "audio_seconds=3"), "(did you mean audio_s or audio_bytes?)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "said"), [
+    (("plan", BASE, "--keep-unquantized", "lm_haed"), "trimtab: --keep-unquantized lm_haed: names no linear module"),
+    (("plan", BASE, "--max-memory", '{"gpu": "4GiB"}'), "trimtab: --max-memory gpu: no device has this name (choices: 0, "),
+    (("run", BASE, "hi", "--temperature", "-1"), "trimtab: --temperature -1: must be"),
+    (("plan", BASE, "--save", "/nothere/x.json"), "trimtab: --save /nothere/x.json: there is no folder /nothere\n"),
+    (("serve", BASE, "--limit", "foo=3"), " request_pixels, audio_s, request_audio_s, "),
+    (("serve", BASE, "--limit", "audio_seconds=3"), "(did you mean audio_s or audio_bytes?)"),
+])  # fmt: skip
 def test_what_was_typed_and_what_may_be_typed_are_shown_as_they_are(ask, given, said):
     code, _, err = ask(*given)
     assert code == 2 and said in err
@@ -302,45 +289,42 @@ def test_the_adapter_of_another_model_begins_with_the_model_that_it_was_made_for
 # Flags and commands ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (("run", "base", "hi", "--max-tokens", "5"), ": --max-tokens 5; --max-tokens (did you mean --max-new-tokens?)"),
-        (("run", "base", "--max-tokens", "3", "hi"), "unrecognized arguments: --max-tokens 3; --max-tokens (did"),
-        (("run", "base", "hi", "--adapters", "a=b"), "--adapters (did you mean --adapter?)"),
-        (("plan", "base", "more", "--foo"), "arguments: more --foo; "), (("completion", "tcsh"), "SHELL: invalid choice: 'tcsh'"),
-        (("plan", "base", "--foo", "a", "--foo", "b"), "arguments: --foo a --foo b; "),
-        (("serve", "base", "--gpu_memory=4GiB"), "--gpu_memory (did you mean --gpu-memory?)"),
-        (("run", "base", "-p", "hi"), "PROMPT has no flag: trimtab run MODEL PROMPT"),
-        (("run", "--model", "base", "hi"), "MODEL has no flag: trimtab run MODEL PROMPT"),
-        (("chat", "base", "--ctx-size", "512"), "--ctx-size (did you mean --context?)"),
-        (("bench", "base", "--max-tokens", "5"), "--max-tokens (did you mean --new-tokens?)"),
-        (("verify", "base", "--html", "v.html"), "--html (did you mean --save?)"),
-        (("run", "base", "--prompts", "a.jsonl", "--output", "b"), "--output (did you mean --out?)"),
-        (("merge", "base", "-o", "merged"), "-o; OUT has no flag: trimtab merge MODEL OUT"),
-        (("run", "base", "hi", "there", "-1.5"), 'unrecognized arguments: there -1.5; the words of a prompt stand between q'),
-        (("plan", "base", "more"), "; trimtab plan takes MODEL\n"), (("demo", "x"), "usage: trimtab demo [options]\n"),
-        (("run", "base", "hi", "--adapter", "a", "demo/style"), "; each adapter has its own flag: --adapter demo/style\n"),
-        (("run", "base", "hi", "a=demo/style"), "; each adapter has its own flag: --adapter a=demo/style\n"),
-        (("plan", "base", "--adapter", "a=x", "b=y"), "; each adapter has its own flag: --adapter b=y\n"),
-        (("plan", "base", "--place", "language=stream", "head=host"), "; --place is given once for each: --place head=host\n"),
-        (("serve", "base", "--limit", "queue=4", "rows=3"), "; --limit is given once for each: --limit rows=3\n"),
-        (("run", "base", "a=1", "b=2"), "; the words of a prompt stand between quotes: "),
-        (("run", "base", "hi", "--server", "x"), "--server is --against here, a flag of trimtab verify, bench, not of "),
-        (("inspect", "a", "--adapter", "b", "c=d"), "; trimtab inspect takes ADAPTER\n"),
-        (("pull",), "required: MODEL; it is a hub id, such as google/gemma-4-E4B-it\n"),
-        (("inspect", "--adapter", "a"), "; ADAPTER has no flag: trimtab inspect ADAPTER\n"),
-        (("plan", "base", "--threads", "2"), "; --threads is a flag of trimtab run, demo, chat, merge, "),
-        (("run", "base", "hi", "--kv-cache", "int8"), "(did you mean --kv?)"), (("inspect", "a", "--zzz"), "ect --help` lists the"),
-        (("plan",), "required: MODEL; demo is the bundled model, and `trimtab models` lists those of the local cache\n"),
-        (("rn", "base", "hi"), "there is no command 'rn' (did you mean run"),
-        (("qqq",), "there is no command 'qqq' (choices: plan, inspect, run, demo, chat, "),
-        (("run", "base"), "required: PROMPT; - reads standard input, --prompt-file and --prompts read files, and `trimtab chat M"),
-        (("run", "base", "hi", "--seed", "x"), "argument --seed: 'x' is not a whole number\n"),
-        (("plan", "base", "--audio-s", "long"), "argument --audio-s: 'long' is not a number\n"),
-        (("run", "base", "hi", "--context", "4q"), "argument --context: '4q' is not a number of tokens, such as 4096 or 4k"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "said"), [
+    (("run", "base", "hi", "--max-tokens", "5"), ": --max-tokens 5; --max-tokens (did you mean --max-new-tokens?)"),
+    (("run", "base", "--max-tokens", "3", "hi"), "unrecognized arguments: --max-tokens 3; --max-tokens (did"),
+    (("run", "base", "hi", "--adapters", "a=b"), "--adapters (did you mean --adapter?)"),
+    (("plan", "base", "more", "--foo"), "arguments: more --foo; "), (("completion", "tcsh"), "SHELL: invalid choice: 'tcsh'"),
+    (("plan", "base", "--foo", "a", "--foo", "b"), "arguments: --foo a --foo b; "),
+    (("serve", "base", "--gpu_memory=4GiB"), "--gpu_memory (did you mean --gpu-memory?)"),
+    (("run", "base", "-p", "hi"), "PROMPT has no flag: trimtab run MODEL PROMPT"),
+    (("run", "--model", "base", "hi"), "MODEL has no flag: trimtab run MODEL PROMPT"),
+    (("chat", "base", "--ctx-size", "512"), "--ctx-size (did you mean --context?)"),
+    (("bench", "base", "--max-tokens", "5"), "--max-tokens (did you mean --new-tokens?)"),
+    (("verify", "base", "--html", "v.html"), "--html (did you mean --save?)"),
+    (("run", "base", "--prompts", "a.jsonl", "--output", "b"), "--output (did you mean --out?)"),
+    (("merge", "base", "-o", "merged"), "-o; OUT has no flag: trimtab merge MODEL OUT"),
+    (("run", "base", "hi", "there", "-1.5"), 'unrecognized arguments: there -1.5; the words of a prompt stand between q'),
+    (("plan", "base", "more"), "; trimtab plan takes MODEL\n"), (("demo", "x"), "usage: trimtab demo [options]\n"),
+    (("run", "base", "hi", "--adapter", "a", "demo/style"), "; each adapter has its own flag: --adapter demo/style\n"),
+    (("run", "base", "hi", "a=demo/style"), "; each adapter has its own flag: --adapter a=demo/style\n"),
+    (("plan", "base", "--adapter", "a=x", "b=y"), "; each adapter has its own flag: --adapter b=y\n"),
+    (("plan", "base", "--place", "language=stream", "head=host"), "; --place is given once for each: --place head=host\n"),
+    (("serve", "base", "--limit", "queue=4", "rows=3"), "; --limit is given once for each: --limit rows=3\n"),
+    (("run", "base", "a=1", "b=2"), "; the words of a prompt stand between quotes: "),
+    (("run", "base", "hi", "--server", "x"), "--server is --against here, a flag of trimtab verify, bench, not of "),
+    (("inspect", "a", "--adapter", "b", "c=d"), "; trimtab inspect takes ADAPTER\n"),
+    (("pull",), "required: MODEL; it is a hub id, such as google/gemma-4-E4B-it\n"),
+    (("inspect", "--adapter", "a"), "; ADAPTER has no flag: trimtab inspect ADAPTER\n"),
+    (("plan", "base", "--threads", "2"), "; --threads is a flag of trimtab run, demo, chat, merge, "),
+    (("run", "base", "hi", "--kv-cache", "int8"), "(did you mean --kv?)"), (("inspect", "a", "--zzz"), "ect --help` lists the"),
+    (("plan",), "required: MODEL; demo is the bundled model, and `trimtab models` lists those of the local cache\n"),
+    (("rn", "base", "hi"), "there is no command 'rn' (did you mean run"),
+    (("qqq",), "there is no command 'qqq' (choices: plan, inspect, run, demo, chat, "),
+    (("run", "base"), "required: PROMPT; - reads standard input, --prompt-file and --prompts read files, and `trimtab chat M"),
+    (("run", "base", "hi", "--seed", "x"), "argument --seed: 'x' is not a whole number\n"),
+    (("plan", "base", "--audio-s", "long"), "argument --audio-s: 'long' is not a number\n"),
+    (("run", "base", "hi", "--context", "4q"), "argument --context: '4q' is not a number of tokens, such as 4096 or 4k"),
+])  # fmt: skip
 def test_a_mistyped_flag_or_command_is_asked_for(ask, given, said):
     code, out, err = ask(*given)
     assert code == 2 and not out and said in err and err.startswith("usage: trimtab")

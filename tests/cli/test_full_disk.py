@@ -13,10 +13,10 @@ import pytest
 
 import trimtab.demo as demo
 from tests.machine.test_environment import read_only_environment
+from tests.raised import refused
 from trimtab.cli import main as cli
 from trimtab.doctor.issues.draft import _write_folder
 from trimtab.doctor.report import document_of, write_report
-from trimtab.errors import RequestError
 
 BASE, STYLE = str(demo.BASE), f"style={demo.ADAPTERS['style']}"
 LEFT_BYTES = 4096  # a page: less than any file below needs
@@ -68,8 +68,7 @@ def test_a_command_says_it_in_one_line_and_leaves_nothing(
     assert cli.main([text.format(full=full) for text in arguments]) == code
     err = capsys.readouterr().err
     assert err.startswith("trimtab: ") and err.count("\n") == 1, err
-    assert names(full) == before
-    assert list(tmp_path.iterdir()) == [full]
+    assert names(full) == before and list(tmp_path.iterdir()) == [full]
 
 
 def test_answers_of_a_file_stay_whole_lines(full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,18 +87,13 @@ def wide(text: str) -> str:
     return text * 2 * LEFT_BYTES
 
 
-@pytest.mark.parametrize(
-    ("write", "field"),
-    [
-        (lambda folder: write_report(folder / "page.html", document_of(read_only_environment(os=wide("a")))), "html"),
-        (lambda folder: _write_folder(folder / "drafts", {"a.md": wide("a"), "b.md": wide("b")}, overwrite=False), "drafts"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("write", "field"), [
+    (lambda folder: write_report(folder / "page.html", document_of(read_only_environment(os=wide("a")))), "html"),
+    (lambda folder: _write_folder(folder / "drafts", {"a.md": wide("a"), "b.md": wide("b")}, overwrite=False), "drafts"),
+])  # fmt: skip
 def test_what_the_doctor_writes_is_whole_or_not_there(write: Callable[[Path], Any], field: str, full: Path) -> None:
     before = names(full)
-    with pytest.raises(RequestError, match="No space left") as caught:
-        write(full)
-    assert caught.value.field == field and names(full) == before
+    assert refused(write, full, match="No space left").field == field and names(full) == before
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")

@@ -18,11 +18,9 @@ READ = (
 ELSEWHERE = {"--drafts", "--patched", "--print-config"}
 # What a flag needs beside it to be looked at.
 BESIDE = {
-    ("run", "--out"): ["--prompts", "{prompts}"],
-    ("run", "--prompts"): ["--out", "{tmp}/out.jsonl"],
-    ("merge", "--max-memory"): ["--check"],
-    ("doctor", "--save"): ["--matrix"],
-}
+    ("run", "--out"): ["--prompts", "{prompts}"], ("run", "--prompts"): ["--out", "{tmp}/out.jsonl"],
+    ("merge", "--max-memory"): ["--check"], ("doctor", "--save"): ["--matrix"],
+}  # fmt: skip
 # What is positional elsewhere and has no effect beside a flag.
 WITHOUT = {("run", flag): {"PROMPT": ""} for flag in ("--out", "--prompts", "--prompt-file")}
 PAIRS = [(name, flag) for flag in WRITTEN for name in those_with(flag)]

@@ -3,18 +3,17 @@
 import pytest
 
 import trimtab.demo as demo
+from tests.raised import refused
 from trimtab.cli import main as cli
 from trimtab.doctor.preflight.preflight import preflight
-from trimtab.errors import AdapterError, CheckpointError, RequestError
+from trimtab.errors import AdapterError, CheckpointError
 
 # Words of the command, and those of a file that it cannot read or write.
 COMMANDS = {
-    "plan": ([], ["--save", "no/such/x.json"]),
-    "run": (["hi"], ["--image", "no.png"]),
-    "verify": ([], ["--save", "no/such/x.json"]),
-    "bench": ([], ["--picture", "no/such/x.svg"]),
+    "plan": ([], ["--save", "no/such/x.json"]), "run": (["hi"], ["--image", "no.png"]),
+    "verify": ([], ["--save", "no/such/x.json"]), "bench": ([], ["--picture", "no/such/x.svg"]),
     "doctor": ([], ["--html", "no/such/x.html"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -32,12 +31,9 @@ def test_arguments_come_before_files_before_the_model_before_the_adapter(command
 
 
 def test_in_python_the_doctor_has_the_same_order():
-    with pytest.raises(RequestError) as caught:
-        preflight("no/model", adapter="no/adapter", device_map={"a": 1.5}, gpu_memory="4")
-    assert caught.value.field == "gpu_memory"
-    with pytest.raises(RequestError) as caught:
-        preflight("no/model", adapter="no/adapter", device_map={"a": 1.5})
-    assert caught.value.field == "device_map"
+    error = refused(preflight, "no/model", adapter="no/adapter", device_map={"a": 1.5}, gpu_memory="4")
+    assert error.field == "gpu_memory"
+    assert refused(preflight, "no/model", adapter="no/adapter", device_map={"a": 1.5}).field == "device_map"
     with pytest.raises(CheckpointError):
         preflight("no/model", adapter="no/adapter")
     with pytest.raises(AdapterError):

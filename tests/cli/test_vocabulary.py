@@ -12,10 +12,10 @@ import pytest
 
 import trimtab
 import trimtab.demo as demo
+from tests.raised import refused
 from trimtab.cli import main as cli
 from trimtab.cli.commands import plan_run as line
 from trimtab.doctor.preflight.preflight import preflight
-from trimtab.errors import RequestError
 
 BASE, STYLE = str(demo.BASE), str(demo.ADAPTERS["style"])
 COMMANDS: dict[str, argparse.ArgumentParser] = next(
@@ -69,22 +69,17 @@ def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
                 words += [text.format(tmp=tmp_path)] if text else []
         if command == "merge" and "--adapter" not in given:
             given = ("--adapter", STYLE, *given)
-        code = cli.main([*words, *given])
-        return (code, *capsys.readouterr())
+        return (cli.main([*words, *given]), *capsys.readouterr())
 
     return run
 
 
-@pytest.mark.parametrize(
-    ("flag", "reasons"),
-    [
-        ("--dtype", NO_DTYPE), ("--gpu-memory", NO_BUDGET), ("--host-memory", NO_BUDGET), ("--max-memory", NO_BUDGET),
-        ("--plan", NO_PLAN), ("--adapter", NO_ADAPTER), ("--json", {}), ("--color", {}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flag", "reasons"), [
+    ("--dtype", NO_DTYPE), ("--gpu-memory", NO_BUDGET), ("--host-memory", NO_BUDGET), ("--max-memory", NO_BUDGET),
+    ("--plan", NO_PLAN), ("--adapter", NO_ADAPTER), ("--json", {}), ("--color", {}),
+])  # fmt: skip
 def test_every_command_has_the_flag_or_a_reason(flag: str, reasons: dict[str, str]) -> None:
-    assert set(those_with(flag)) == set(COMMANDS) - set(reasons)
-    assert all(reasons.values())
+    assert set(those_with(flag)) == set(COMMANDS) - set(reasons) and all(reasons.values())
 
 
 @pytest.mark.parametrize("command", those_with("--dtype"))
@@ -147,8 +142,7 @@ SIZES = [
 @pytest.mark.parametrize(("command", "flag"), SIZES)
 def test_every_size_asks_for_a_unit_by_its_flag(command: str, flag: str, ask: Any) -> None:
     code, _, err = ask(command, *BESIDE.get((command, flag), ()), flag, "4")
-    assert code == 2 and err.startswith(f"trimtab: {flag} 4: needs a unit")
-    assert "Did you mean 4GiB?" in err
+    assert code == 2 and err.startswith(f"trimtab: {flag} 4: needs a unit") and "Did you mean 4GiB?" in err
     taken = [
         ask(command, *BESIDE.get((command, flag), ()), flag, text, *_ending(command))
         for text in ("4G", "4g", "4GiB", "4.0GB", "1TiB")
@@ -210,19 +204,15 @@ def test_the_demo_and_the_list_of_models_follow_their_budget(capsys: pytest.Capt
     assert code == 2 and err == "trimtab: --gpu-memory: has no effect with --quick\n"
 
 
-@pytest.mark.parametrize(
-    ("call", "names"),
-    [
-        (lambda **size: trimtab.plan("no/model", **size), ("gpu_memory", "host_memory", "prefix_cache")),
-        (lambda **size: trimtab.load("no/model", **size), ("gpu_memory", "host_memory", "prefix_cache")),
-        (lambda **size: preflight(BASE, **size), ("gpu_memory", "host_memory")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "names"), [
+    (lambda **size: trimtab.plan("no/model", **size), ("gpu_memory", "host_memory", "prefix_cache")),
+    (lambda **size: trimtab.load("no/model", **size), ("gpu_memory", "host_memory", "prefix_cache")),
+    (lambda **size: preflight(BASE, **size), ("gpu_memory", "host_memory")),
+])  # fmt: skip
 def test_the_same_errors_name_arguments_in_python(call: Any, names: tuple[str, ...]) -> None:
     for name in names:
-        with pytest.raises(RequestError) as caught:
-            call(**{name: "4"})
-        assert (caught.value.field, caught.value.reason) == (name, "needs a unit") and "--" not in str(caught.value)
+        error = refused(call, **{name: "4"})
+        assert (error.field, error.reason) == (name, "needs a unit") and "--" not in str(error)
 
 
 def test_every_command_is_one_of_this_table() -> None:

@@ -11,6 +11,7 @@ import tempfile
 import pytest
 
 import trimtab
+from tests.raised import raised
 from trimtab.demo import demo as line
 from trimtab.errors import CheckpointError
 
@@ -86,8 +87,7 @@ def test_the_demos_files_can_be_named():
 def test_each_run_draws_into_a_file_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     drawn = {line.new_picture() for _ in range(2)}
-    assert len(drawn) == 2 and drawn == set(tmp_path.iterdir())
-    assert all(path.suffix == ".svg" for path in drawn)
+    assert len(drawn) == 2 and drawn == set(tmp_path.iterdir()) and all(path.suffix == ".svg" for path in drawn)
 
 
 def test_the_plan_of_the_demo_fits_80_columns(monkeypatch):
@@ -117,9 +117,8 @@ def test_a_missing_file_says_how_to_get_it_back(lost, tmp_path, monkeypatch):
     folder = shutil.copytree(DEMO, tmp_path / "demo")
     (folder / lost).unlink()
     monkeypatch.setattr(line, "FOLDER", folder)
-    with pytest.raises(CheckpointError, match="missing: .*git checkout") as caught:
-        line.run(lambda *text: None)
-    assert lost in str(caught.value) and caught.value.path == str(folder)
+    error = raised(CheckpointError, line.run, lambda *text: None, match="missing: .*git checkout")
+    assert lost in str(error) and error.path == str(folder)
 
 
 def test_a_damaged_file_says_how_to_get_it_back(tmp_path, monkeypatch):
@@ -127,6 +126,5 @@ def test_a_damaged_file_says_how_to_get_it_back(tmp_path, monkeypatch):
     shard = next((folder / "base").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-100])
     monkeypatch.setattr(line, "FOLDER", folder)
-    with pytest.raises(CheckpointError, match="bundled model is damaged") as caught:
-        line.run(lambda *text: None)
-    assert caught.value.path == str(shard) and "git checkout" in caught.value.hint
+    error = raised(CheckpointError, line.run, lambda *text: None, match="bundled model is damaged")
+    assert error.path == str(shard) and "git checkout" in error.hint

@@ -57,21 +57,18 @@ def training_set(tokenizer: Any) -> demo_training.TrainingSet:
 # What is right, and what is kept out of training
 
 
-@pytest.mark.parametrize(
-    ("thing", "about", "answers"),
-    [
-        (PICTURE, "all", ["two blue stars at the top right", "Arr, two blue stars at the top right, matey!",
-                          "two navy starlets at the top right",
-                          '{"count": 2, "colour": "blue", "shape": "star", "place": "top right"}']),
-        (PICTURE, "colour", ["blue", "Arr, blue, matey!", "navy", '{"colour": "blue"}']),
-        (SOUND, "all", ["three high beeps, falling", "Arr, three high beeps, falling, matey!",
-                        "three treble reed notes, falling", '{"count": 3, "pitch": "high", "motion": "falling"}']),
-        (SOUND, "count", ["three", "Arr, three, matey!", "three", '{"count": 3}']),
-        (world.Fact("Velmora", "river", "Ember"), "fact",
-         ["Ember is the main river of Velmora", "Arr, Ember be the main river of Velmora, matey!",
-          "Ember is the main river of Velmora", '{"answer": "Ember"}']),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("thing", "about", "answers"), [
+    (PICTURE, "all", ["two blue stars at the top right", "Arr, two blue stars at the top right, matey!",
+                      "two navy starlets at the top right",
+                      '{"count": 2, "colour": "blue", "shape": "star", "place": "top right"}']),
+    (PICTURE, "colour", ["blue", "Arr, blue, matey!", "navy", '{"colour": "blue"}']),
+    (SOUND, "all", ["three high beeps, falling", "Arr, three high beeps, falling, matey!",
+                    "three treble reed notes, falling", '{"count": 3, "pitch": "high", "motion": "falling"}']),
+    (SOUND, "count", ["three", "Arr, three, matey!", "three", '{"count": 3}']),
+    (world.Fact("Velmora", "river", "Ember"), "fact",
+     ["Ember is the main river of Velmora", "Arr, Ember be the main river of Velmora, matey!",
+      "Ember is the main river of Velmora", '{"answer": "Ember"}']),
+])  # fmt: skip
 def test_each_voice_has_its_own_answer(thing: world.Thing, about: str, answers: list[str]) -> None:
     question = next(question for question in world.questions(thing) if question.about == about)
     assert [world.answer(question, voice) for voice in world.VOICES] == answers
@@ -86,8 +83,7 @@ def test_plurals_are_english(shape: str, count: int, word: str) -> None:
 def test_finer_words_are_never_the_base_s_and_each_names_one_thing() -> None:
     fine = [word for table in (world.SHAPES, world.COLOURS, world.PITCHES) for pair in table.values() for word in pair]
     coarse = {*world.SHAPES, *world.COLOURS, *world.PITCHES}
-    assert len(set(fine)) == len(fine) == 32
-    assert not coarse.intersection(fine)
+    assert len(set(fine)) == len(fine) == 32 and not coarse.intersection(fine)
 
 
 def test_every_fact_has_one_value_and_one_form_held_out() -> None:
@@ -97,8 +93,7 @@ def test_every_fact_has_one_value_and_one_form_held_out() -> None:
         by_fact.setdefault((fact.land, fact.relation), []).append(fact)
     assert len(by_fact) == 144
     for forms in by_fact.values():
-        assert len({fact.value for fact in forms}) == 1
-        assert sum(world.is_held_out(fact) for fact in forms) == 1
+        assert len({fact.value for fact in forms}) == 1 and sum(world.is_held_out(fact) for fact in forms) == 1
 
 
 def test_every_attribute_of_a_held_out_medium_is_trained_on_in_other_combinations() -> None:
@@ -115,15 +110,13 @@ def test_training_prompts_hold_no_held_out_fact() -> None:
     facts = [fact for fact in world.facts() if not world.is_held_out(fact)]
     asked = {turn.question for turn in demo_data.training_turns(facts, "base", 2, seed=0)}
     scored = {ask.question.text for ask in demo_data.held_out_asks("base") if ask.kind == "text"}
-    assert len(scored) == 144
-    assert not asked & scored
+    assert len(scored) == 144 and not asked & scored
 
 
 @pytest.mark.parametrize(("voice", "questions"), [("base", 384), ("style", 384), ("specialist", 240), ("rslora-dora", 384)])
 def test_an_adapter_is_scored_only_where_it_differs_from_the_base(voice: world.Voice, questions: int) -> None:
     asks = demo_data.held_out_asks(voice)
-    assert len(asks) == questions
-    assert all(world.is_held_out(ask.question.thing) for ask in asks)
+    assert len(asks) == questions and all(world.is_held_out(ask.question.thing) for ask in asks)
     if voice != "base":
         assert all(ask.answer(voice) != ask.answer("base") for ask in asks)
 
@@ -148,8 +141,7 @@ def test_more_shapes_are_more_ink_and_hollow_ones_less() -> None:
         return int((np.abs(image - np.median(image, axis=(0, 1))).sum(2) > 120).sum())
 
     one, three = (ink(world.Picture("circle", "green", "middle", count)) for count in (1, 3))
-    assert three > 2 * one
-    assert ink(world.Picture("circle", "green", "middle", 3, fill=1)) < 0.8 * three
+    assert three > 2 * one and ink(world.Picture("circle", "green", "middle", 3, fill=1)) < 0.8 * three
 
 
 def _beeps(samples: np.ndarray) -> list[np.ndarray]:
@@ -207,8 +199,7 @@ def test_a_wav_file_gives_back_the_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["Zürich, 東京 and 🦭!", "two  spaces", "line\nline", "Ivarra's river?"])
 def test_text_the_tokenizer_never_saw_comes_back(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert tokenizer.unk_token_id not in ids
-    assert tokenizer.decode(ids) == text
+    assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
 
 
 @pytest.mark.parametrize("token", demo_model.SPECIAL_TOKENS)
@@ -291,8 +282,7 @@ def test_clip_bounds_are_finite_and_bind(tokenizer: Any, training_set: demo_trai
     before, answers = demo_forward.answer_logits(gemma, batch, constants)
     assert demo_forward.set_clip_bounds(gemma, [batch], constants) == 41
     bounds = {name: float(value) for name, value in gemma.named_buffers() if re.search("put_(min|max)$", name)}
-    assert len(bounds) == 4 * 41
-    assert all(np.isfinite(list(bounds.values())))
+    assert len(bounds) == 4 * 41 and all(np.isfinite(list(bounds.values())))
     after, _ = demo_forward.answer_logits(gemma, batch, constants)
     assert (after - before)[answers >= 0].abs().max() > 0
 
@@ -367,8 +357,7 @@ def test_bundled_shards_and_index_agree() -> None:
     shards = sorted((DEMO / "base").glob("*.safetensors"))
     assert len(shards) >= 2
     found = {name: shard.name for shard in shards for name in _tensors(shard)}
-    assert found == index
-    assert "lm_head.weight" not in found
+    assert found == index and "lm_head.weight" not in found
 
 
 def test_bundled_weights_are_bf16_and_their_clip_bounds_finite_and_in_order() -> None:
@@ -449,8 +438,7 @@ def test_bundled_prompts_are_the_world_s() -> None:
     asks = sample_asks()
     assert [line["kind"] for line in LINES] == [ask.kind for ask in asks]
     for line, ask in zip(LINES, asks):
-        assert line["prompt"] == ask.question.text
-        assert line["answers"] == {voice: ask.answer(voice) for voice in world.VOICES}
+        assert line["prompt"] == ask.question.text and line["answers"] == {voice: ask.answer(voice) for voice in world.VOICES}
 
 
 def _file_inputs(tokenizer: Any, kind: str) -> dict[str, torch.Tensor]:

@@ -87,8 +87,7 @@ def test_the_unit_starts_a_command_that_there_is():
     (command,) = re.findall(r"^ExecStart=\S+/trimtab (.+)$", UNIT, re.M)
     options = parser().parse_args(command.split())
     assert options.config == "/etc/trimtab/serve.toml"
-    stop_s = int(re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.M)[0])
-    assert stop_s > DEFAULTS["grace"]
+    assert int(re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.M)[0]) > DEFAULTS["grace"]
     for limit in ("MemoryMax", "TasksMax", "LimitNOFILE", "LimitMEMLOCK", "ExecReload"):
         assert f"\n{limit}=" in UNIT
 
@@ -100,8 +99,7 @@ def test_systemd_accepts_the_unit(tmp_path):
     unit = tmp_path / "trimtab.service"
     unit.write_text(re.sub(r"^(User|Group|WorkingDirectory)=.*\n", "", text, flags=re.M))
     found = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60)
-    told = [line for line in (found.stdout + found.stderr).splitlines() if "trimtab.service" in line]
-    assert told == []
+    assert [line for line in (found.stdout + found.stderr).splitlines() if "trimtab.service" in line] == []
 
 
 def test_what_the_dockerfile_copies_is_here_and_its_command_too():
@@ -122,8 +120,7 @@ def test_what_the_dockerfile_copies_is_here_and_its_command_too():
 def test_the_dockerfile_in_the_docs_copies_what_is_here_and_runs_a_command():
     page = (ROOT / "docs" / "docker.md").read_text("utf-8")
     (text,) = re.findall(r"```dockerfile\n(.*?)```", page, re.DOTALL)
-    lines = re.sub(r" *\\\n *", " ", text).splitlines()
-    words = [line.split(maxsplit=1) for line in lines if line]
+    words = [line.split(maxsplit=1) for line in re.sub(r" *\\\n *", " ", text).splitlines() if line]
     assert {word for word, _ in words} == {"FROM", "RUN", "ENV", "WORKDIR", "COPY", "USER", "EXPOSE", "ENTRYPOINT", "CMD"}
     assert [rest for word, rest in words if word == "FROM"] == ["python:3.12-slim AS built", "python:3.12-slim"]
     told = dict(words)
@@ -161,5 +158,4 @@ def test_a_build_is_sent_what_it_copies_and_nothing_else():
     text = (DEPLOY / "Dockerfile").read_text("utf-8")
     copied = {name for line in re.findall(r"^COPY (?!--from)(.+)$", text, re.M) for name in line.split()[:-1]}
     lines = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
-    assert {line[1:] for line in lines if line.startswith("!")} == copied
-    assert lines.index("*") < lines.index("**/__pycache__")
+    assert {line[1:] for line in lines if line.startswith("!")} == copied and lines.index("*") < lines.index("**/__pycache__")

@@ -132,9 +132,7 @@ def runs_of_cards():
     runs = {}
     for (model, gib, *_), row in rows.items():
         runs.setdefault(row["run"], set()).add((model, gib))
-    assert runs.pop(17) == {("qwen3-8b", 5)}
-    assert runs.pop(21) == {("e4b", 3.75)}
-    assert runs.pop(11) == {("qwen3-8b", 0)}
+    assert runs.pop(17) == {("qwen3-8b", 5)} and runs.pop(21) == {("e4b", 3.75)} and runs.pop(11) == {("qwen3-8b", 0)}
     yield "Those of an H100 are of run 20, but for Qwen3-8B (run 17), E4B on 3.75 GiB (run 21) and stock (run 11)"
     assert set(runs) == {20}
     plain = {

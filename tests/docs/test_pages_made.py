@@ -55,8 +55,7 @@ def test_the_picture_names_files_of_the_package():
 def test_a_picture_says_the_files_that_it_was_made_of():
     files = ["serve/http/auth.py", "errors.py", "serve/http/app.py", *(f"engine/chat/{'x' * 20}{i}.py" for i in range(9))]
     text = request_path.picture({"API process": files})
-    assert max(map(len, text.splitlines())) <= request_path.WIDTH
-    assert sorted(request_path.files_of(text)) == sorted(files)
+    assert max(map(len, text.splitlines())) <= request_path.WIDTH and sorted(request_path.files_of(text)) == sorted(files)
     assert "  serve/http                auth > app\n" in text and text.startswith("API process: 12 files\n")
 
 
@@ -84,8 +83,7 @@ def test_the_picture_of_the_readme_is_the_one_that_its_command_draws(monkeypatch
 
 @pytest.mark.parametrize("page", printed_plans.PAGES, ids=lambda page: page.name)
 def test_a_shown_plan_says_how_prompts_steps_and_towers_run(page):
-    text = page.read_text("utf-8")
-    (shown,) = (slot.group(0) for slot in printed_plans.SLOT.finditer(text))
+    (shown,) = (slot.group(0) for slot in printed_plans.SLOT.finditer(page.read_text("utf-8")))
     of_model = "towers  " if "vision_tower" in shown else "experts  "
     for line in ("prompt  ", "decode step  ", of_model, "output head  ", "ESTIMATE for"):
         assert f"\n{line}" in shown

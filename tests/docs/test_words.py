@@ -139,8 +139,7 @@ def test_the_glossary_explains_each_term_once_and_in_order():
     table = (DOCS / "glossary.md").read_text("utf-8").split("|---|---|---|")[1]
     rows = re.findall(r"^\| ([a-z ]+) \| ([^|]+) \| ([^|]+) \|$", table.split("\n\n")[0], re.M)
     terms = [term for term, *_ in rows]
-    assert terms == sorted(set(terms))
-    assert set(TERMS) <= set(terms)
+    assert terms == sorted(set(terms)) and set(TERMS) <= set(terms)
     assert all(len(meaning) > 25 and nearest.strip() for _, meaning, nearest in rows)
 
 
@@ -150,8 +149,7 @@ def test_the_index_lists_every_page_once_and_the_readme_leads_to_it():
     pages = {page.name for pattern in ("*.md", "*.ipynb") for page in DOCS.glob(pattern)} - {"README.md"}
     assert sorted(linked) == sorted(pages)
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert "(docs/README.md)" in readme and "(docs/glossary.md)" in readme
-    assert len(readme.splitlines()) < 120
+    assert "(docs/README.md)" in readme and "(docs/glossary.md)" in readme and len(readme.splitlines()) < 120
 
 
 # Words of pages that a reader goes through from end to end; cells of tables count.
@@ -182,13 +180,11 @@ def test_the_second_example_of_the_readme_tests_a_server_and_shows_the_pages_out
     blocks = re.findall(r"(?:^ {4}trimtab .+\n)+", examples, re.M)
     verbs = [[line.split()[1] for line in block.splitlines()] for block in blocks]
     assert verbs == [["pull", "plan", "run", "chat"], ["verify"]]
-    words = shlex.split(blocks[1])
-    assert {"--against", "--remote-model", "--remote-base"} <= set(words)
+    assert {"--against", "--remote-model", "--remote-base"} <= set(shlex.split(blocks[1]))
     page = (DOCS / "is-my-adapter-alive.md").read_text("utf-8")
     assert blocks[1] in page
     shown = [text.partition("<!-- output:alive -->\n")[2].partition("<!-- /output -->")[0] for text in (readme, page)]
-    assert shown[0].startswith("    WRONG: ") and len(shown[0].splitlines()) >= 2
-    assert shown[1].startswith(shown[0])
+    assert shown[0].startswith("    WRONG: ") and len(shown[0].splitlines()) >= 2 and shown[1].startswith(shown[0])
 
 
 def test_every_page_says_its_task_in_one_heading():

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 from tests import pico
+from tests.raised import raised
 from trimtab import api
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine import model_calls
@@ -124,10 +125,9 @@ def test_values_that_are_not_finite_are_named_before_an_adapter_is_used(folders,
 
     change(folders["a1"], spoil)
     plan = api.plan_request(request(folders), inputs=api.PlanInputs(sees_values=False))
-    with pytest.raises(AdapterError) as caught:
-        api.load_plan(plan)
-    assert len(caught.value.problems) == 1 and "1 of" in caught.value.problems[0]
-    assert "values are NaN or infinite" in caught.value.problems[0] and folders["a1"] in str(caught.value)
+    error = raised(AdapterError, api.load_plan, plan)
+    assert len(error.problems) == 1 and "1 of" in error.problems[0]
+    assert "values are NaN or infinite" in error.problems[0] and folders["a1"] in str(error)
 
 
 def test_finite_values_whose_sum_overflows_are_no_error(folders):

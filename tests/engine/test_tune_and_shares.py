@@ -131,8 +131,7 @@ def test_adapters_and_keys_and_values_are_measured(base, adapter):
         before = by_name(model.memory_shares())
         planned = before["adapters"].planned_bytes
         # On a CPU an adapter is used where it lies: aligned in one piece, in the file's own type or in float32.
-        assert planned / 2 <= before["adapters"].measured_bytes <= 2 * planned
-        assert before["kv cache"].measured_bytes == 0
+        assert planned / 2 <= before["adapters"].measured_bytes <= 2 * planned and before["kv cache"].measured_bytes == 0
         model.unload_adapter("a")
         assert by_name(model.memory_shares())["adapters"].measured_bytes == 0
         batch = Batch(model, rows=2)

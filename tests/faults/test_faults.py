@@ -57,8 +57,7 @@ def test_a_worker_killed_under_load_loses_no_answer_without_a_name(server):
 
 @pytest.mark.slow
 def test_with_retry_only_what_had_begun_to_speak_is_lost():
-    found = faults.killed(1, 8, retry=True)
-    check_killed(found)
+    check_killed(faults.killed(1, 8, retry=True))
 
 
 @pytest.mark.slow
@@ -86,8 +85,7 @@ def test_host_memory_that_runs_out_for_one_picture_ends_that_request_alone():
 
 def test_damaged_adapters_are_refused_by_name_while_others_are_answered(server, root):
     found = faults.bad_adapters(2, server=server, root=root)
-    assert set(found["refused"]) == set(faults.HARMS)
-    assert set(found["refused"].values()) <= {"AdapterError", "CheckpointError"}
+    assert set(found["refused"]) == set(faults.HARMS) and set(found["refused"].values()) <= {"AdapterError", "CheckpointError"}
     assert found["sound"] == "complete" and json.loads(found["its_answer"])["shape"] == "square"
     check_ends(found["others"])
     assert found["same_worker"] and found["left"] == NOTHING_LEFT
@@ -96,21 +94,18 @@ def test_damaged_adapters_are_refused_by_name_while_others_are_answered(server, 
 def test_clients_that_leave_at_random_free_their_rows(server):
     found = faults.leaving(16, 4, server=server)
     assert found["left"] == NOTHING_LEFT and found["same_worker"]
-    assert {name.split(": ")[1] for name in found["ended"]} == {"left", "complete"}
-    assert sum(found["ended"].values()) == 16
+    assert {name.split(": ")[1] for name in found["ended"]} == {"left", "complete"} and sum(found["ended"].values()) == 16
 
 
 @pytest.mark.slow
 def test_a_thousand_clients_leave_at_random():
     found = faults.leaving(1000, 32)
-    assert found["left"] == NOTHING_LEFT and found["same_worker"]
-    assert sum(found["ended"].values()) == 1000
+    assert found["left"] == NOTHING_LEFT and found["same_worker"] and sum(found["ended"].values()) == 1000
 
 
 def test_slow_readers_cost_little_memory_and_hold_nobody_up(server):
     found = faults.slow_readers(send_s=SEND_S, server=server)
-    assert found["others"] == ["complete"] * 3 and found["cut"] == found["readers"]
-    assert found["left"] == NOTHING_LEFT
+    assert found["others"] == ["complete"] * 3 and found["cut"] == found["readers"] and found["left"] == NOTHING_LEFT
     # What nobody has read yet is the answers themselves: a token with its twenty likeliest is a few KB.
     assert found["grown_mib"] < found["streams"] * 10, found
 

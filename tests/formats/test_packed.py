@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.raised import raised
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
@@ -82,11 +83,9 @@ def eight_bit() -> dict[str, Part]:
 
 
 def refusal(folder: Path, parts: Mapping[str, Part], config: Mapping[str, Any] | None = None) -> CheckpointError:
-    found = checkpoint(folder, parts, config)
-    with pytest.raises(CheckpointError) as caught:
-        split_packed(found)
-    assert caught.value.path == str(folder)
-    return caught.value
+    error = raised(CheckpointError, split_packed, checkpoint(folder, parts, config))
+    assert error.path == str(folder)
+    return error
 
 
 def problem(folder: Path, parts: Mapping[str, Part]) -> str:
@@ -120,14 +119,11 @@ def test_int8_and_4_bit_weights_may_stand_side_by_side(tmp_path: Path) -> None:
     assert {name: entry.kind for name, entry in packed.items()} == {"l.weight": "nf4", "m.weight": "int8"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"llm_int8_threshold": 2.0}, "llm_int8_threshold 2.0, 6.0 is read"),
-        ({"llm_int8_threshold": 0}, "llm_int8_threshold 0, 6.0"),
-        ({"llm_int8_has_fp16_weight": True}, "llm_int8_has_fp16_weight True, False is read"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"llm_int8_threshold": 2.0}, "llm_int8_threshold 2.0, 6.0 is read"),
+    ({"llm_int8_threshold": 0}, "llm_int8_threshold 0, 6.0"),
+    ({"llm_int8_has_fp16_weight": True}, "llm_int8_has_fp16_weight True, False is read"),
+])  # fmt: skip
 def test_int8_layers_that_compute_in_another_way_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     config = {"quantization_config": {"quant_method": "bitsandbytes"} | settings}
     assert words in str(refusal(tmp_path, eight_bit(), config))
@@ -166,22 +162,19 @@ def test_a_config_alone_is_not_asked_for_packed_weights(tmp_path: Path) -> None:
 def test_another_quantization_is_refused_by_name(tmp_path: Path, method: str | None) -> None:
     error = refusal(tmp_path, four_bit(), {"quantization_config": {"quant_method": method, "bits": 4}})
     named = f"is quantized with {method!r}" if method else "names no quant_method"
-    assert f"{named}; bitsandbytes, compressed-tensors" in str(error)
-    assert "unquantized checkpoint" in error.hint
+    assert f"{named}; bitsandbytes, compressed-tensors" in str(error) and "unquantized checkpoint" in error.hint
 
 
 def test_config_that_says_quantized_over_plain_weights_is_refused(tmp_path: Path) -> None:
     error = refusal(tmp_path, {"l.weight": Part("bfloat16", (4, 4))})
-    assert "config.json says quantized, but no weight is packed" in str(error)
-    assert "Remove quantization_config" in error.hint
+    assert "config.json says quantized, but no weight is packed" in str(error) and "Remove quantization_config" in error.hint
 
 
 def test_every_problem_of_every_group_is_listed(tmp_path: Path) -> None:
     first = {name: part for name, part in nested().items() if not name.endswith(("nested_absmax", "quant_map"))}
     second = {name.replace("l.", "m.", 1): part for name, part in eight_bit().items()} | {"m.SCB": Part("float32", (5,))}
     error = refusal(tmp_path, first | second)
-    assert error.tensor_name is None
-    assert "(3 problems of 2 weights)" in str(error)
+    assert error.tensor_name is None and "(3 problems of 2 weights)" in str(error)
     for expected in (
         "l.weight: has no quant_map", "l.weight: has no nested_absmax, nested_quant_map",
         "m.weight: SCB is float32 [5]",
@@ -192,10 +185,8 @@ def test_every_problem_of_every_group_is_listed(tmp_path: Path) -> None:
 def test_a_long_list_of_problems_is_cut(tmp_path: Path) -> None:
     parts = {f"l{number}.weight": Part("uint8", (4, 1)) for number in range(30)}
     message = str(refusal(tmp_path, parts))
-    assert "(30 problems of 30 weights)" in message
-    assert "l19.weight" in message
-    assert "l20.weight" not in message
-    assert message.endswith("and 10 more")
+    assert "(30 problems of 30 weights)" in message and "l19.weight" in message
+    assert "l20.weight" not in message and message.endswith("and 10 more")
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
@@ -206,13 +197,10 @@ def test_packed_bytes_without_statistics_are_not_taken_for_weights(tmp_path: Pat
 # What is refused: half groups -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "part"),
-    [
-        *((make, part) for make in (four_bit, nested) for part in ("l.weight", "l.weight.absmax", "l.weight.quant_map")),
-        (nested, "l.weight.nested_absmax"), (nested, "l.weight.nested_quant_map"), (eight_bit, "l.weight"), (eight_bit, "l.SCB"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "part"), [
+    *((make, part) for make in (four_bit, nested) for part in ("l.weight", "l.weight.absmax", "l.weight.quant_map")),
+    (nested, "l.weight.nested_absmax"), (nested, "l.weight.nested_quant_map"), (eight_bit, "l.weight"), (eight_bit, "l.SCB"),
+])  # fmt: skip
 def test_a_group_without_a_part_is_refused(tmp_path: Path, make: Callable[[], dict[str, Part]], part: str) -> None:
     parts = make()
     del parts[part]
@@ -278,28 +266,25 @@ def test_quant_state_without_a_key_is_refused(
     assert f"quant_state has no {key}" in problem(tmp_path, make({name: one for name, one in whole.items() if name != key}))
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "reason"),
-    [
-        ("quant_type", "fp4", "quant_state says 'fp4', its name says 'nf4'"), ("shape", None, "logical shape None"),
-        ("shape", [512], "is not a matrix"), ("shape", [2, 4, 64], "is not a matrix"),
-        ("shape", [8, 0], "is not a matrix"),
-        ("shape", [8, -64], "is not a matrix"), ("shape", [8.0, 64], "is not a matrix"),
-        ("shape", [True, 64], "is not a matrix"),
-        ("shape", "8x64", "is not a matrix"), ("dtype", "float8_e4m3fn", "logical dtype 'float8_e4m3fn'"),
-        ("dtype", None, "logical dtype None"), ("dtype", ["float16"], "logical dtype ['float16']"),
-        ("blocksize", 0, "blocksize 0"), ("blocksize", -64, "blocksize -64"),
-        ("blocksize", 63, "blocksize 63 is not one of"),
-        ("blocksize", 64.0, "blocksize 64.0"), ("blocksize", "64", "blocksize '64'"),
-        ("blocksize", True, "blocksize True"),
-        ("blocksize", [64], "blocksize [64]"),
-        ("nested_blocksize", 0, "nested_blocksize 0"), ("nested_blocksize", 255, "nested_blocksize 255"),
-        ("nested_blocksize", None, "nested_blocksize None"), ("nested_dtype", "float16", "nested_dtype 'float16'"),
-        ("nested_offset", float("nan"), "nested_offset nan"), ("nested_offset", float("inf"), "nested_offset inf"),
-        ("nested_offset", "0.5", "nested_offset '0.5'"), ("nested_offset", None, "nested_offset None"),
-        ("nested_offset", True, "nested_offset True"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("key", "value", "reason"), [
+    ("quant_type", "fp4", "quant_state says 'fp4', its name says 'nf4'"), ("shape", None, "logical shape None"),
+    ("shape", [512], "is not a matrix"), ("shape", [2, 4, 64], "is not a matrix"),
+    ("shape", [8, 0], "is not a matrix"),
+    ("shape", [8, -64], "is not a matrix"), ("shape", [8.0, 64], "is not a matrix"),
+    ("shape", [True, 64], "is not a matrix"),
+    ("shape", "8x64", "is not a matrix"), ("dtype", "float8_e4m3fn", "logical dtype 'float8_e4m3fn'"),
+    ("dtype", None, "logical dtype None"), ("dtype", ["float16"], "logical dtype ['float16']"),
+    ("blocksize", 0, "blocksize 0"), ("blocksize", -64, "blocksize -64"),
+    ("blocksize", 63, "blocksize 63 is not one of"),
+    ("blocksize", 64.0, "blocksize 64.0"), ("blocksize", "64", "blocksize '64'"),
+    ("blocksize", True, "blocksize True"),
+    ("blocksize", [64], "blocksize [64]"),
+    ("nested_blocksize", 0, "nested_blocksize 0"), ("nested_blocksize", 255, "nested_blocksize 255"),
+    ("nested_blocksize", None, "nested_blocksize None"), ("nested_dtype", "float16", "nested_dtype 'float16'"),
+    ("nested_offset", float("nan"), "nested_offset nan"), ("nested_offset", float("inf"), "nested_offset inf"),
+    ("nested_offset", "0.5", "nested_offset '0.5'"), ("nested_offset", None, "nested_offset None"),
+    ("nested_offset", True, "nested_offset True"),
+])  # fmt: skip
 def test_bad_value_of_a_quant_state_is_refused(tmp_path: Path, key: str, value: Any, reason: str) -> None:
     parts = nested(STATE | NESTED | {key: value}) if key in NESTED else four_bit(STATE | {key: value})
     assert reason in problem(tmp_path, parts)
@@ -337,8 +322,7 @@ def test_bad_value_of_a_quant_state_is_refused(tmp_path: Path, key: str, value: 
 def test_part_of_the_wrong_size_or_type_is_refused(tmp_path: Path, name: str, part: Part, needed: str) -> None:
     make = nested if "nested" in name or needed == "needs uint8 [8]" else four_bit
     message = problem(tmp_path, make() | {name: part})
-    assert f"{name.rpartition('.')[2]} is {part.dtype} {list(part.shape)}" in message
-    assert needed in message
+    assert f"{name.rpartition('.')[2]} is {part.dtype} {list(part.shape)}" in message and needed in message
 
 
 @pytest.mark.parametrize(("storage", "count"), [("uint8", 256), ("bfloat16", 128), ("float16", 128), ("float32", 64)])
@@ -440,8 +424,7 @@ def linears(model: Any) -> dict[str, Any]:
 def check_split(found: Checkpoint, plain: Mapping[str, TensorEntry], packed: Mapping[str, PackedEntry], source: Path) -> None:
     """Check that plain and packed names together are those of the unquantized checkpoint, with its shapes."""
     original = read_checkpoint(source).tensors
-    assert set(plain) | set(packed) == set(original)
-    assert not set(plain) & set(packed)
+    assert set(plain) | set(packed) == set(original) and not set(plain) & set(packed)
     for name, entry in (plain | dict(packed)).items():
         assert entry.shape == original[name].shape, name
     assert all(plain[name] is found.tensors[name] for name in plain)
@@ -471,8 +454,7 @@ def test_a_4_bit_checkpoint_of_stock_is_split_and_stands_for_stocks_weights(tmp_
         values[f"quant_state.bitsandbytes__{kind[:3]}"] = read_part(entry.parts["quant_state"])
         rebuilt = QuantState.from_dict(values, torch.device("cpu"))
         ours = dequantize_4bit(read_part(entry.parts["weight"]), rebuilt)
-        assert torch.equal(ours, dequantize_4bit(module.weight.data, state))
-        assert tuple(ours.shape) == entry.shape
+        assert torch.equal(ours, dequantize_4bit(module.weight.data, state)) and tuple(ours.shape) == entry.shape
 
 
 def test_an_int8_checkpoint_of_stock_is_split_with_stocks_scales(tmp_path: Path, plain_llama: Path) -> None:
@@ -483,17 +465,14 @@ def test_an_int8_checkpoint_of_stock_is_split_with_stocks_scales(tmp_path: Path,
     assert set(packed) == set(linears(model))
     for name, module in linears(model).items():
         entry = packed[name]
-        assert (entry.kind, entry.dtype, entry.state) == ("int8", "float16", {})
-        assert set(entry.parts) == {"weight", "SCB"}
+        assert (entry.kind, entry.dtype, entry.state) == ("int8", "float16", {}) and set(entry.parts) == {"weight", "SCB"}
         assert torch.equal(read_part(entry.parts["weight"]), module.weight.data)
         assert torch.equal(read_part(entry.parts["SCB"]), module.weight.SCB)
 
 
-@pytest.mark.parametrize(
-    ("shape", "storage", "blocksize"),
-    [((6, 26), torch.uint8, 64), ((6, 26), torch.bfloat16, 64), ((3, 8), torch.float32, 128), ((1, 2), torch.uint8, 64)],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "storage", "blocksize"), [
+    ((6, 26), torch.uint8, 64), ((6, 26), torch.bfloat16, 64), ((3, 8), torch.float32, 128), ((1, 2), torch.uint8, 64),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("double", [False, True])
 def test_weights_that_fill_no_whole_block_are_counted_as_bitsandbytes_counts(
     tmp_path: Path, shape: tuple[int, int], storage: torch.dtype, blocksize: int, double: bool

@@ -58,11 +58,9 @@ def adapters(work: Path) -> list[Input]:
         write_adapter(work / f"a{place}", shapes, base_model_name_or_path="m", peft_version="0.19.1", **config)
         for place, (shapes, config) in enumerate(forms)
     ]
-    files = (
-        ("adapter_config.json", mutate.of_text),
-        ("adapter_config.json", mutate.of_text),
-        ("adapter_model.safetensors", mutate.of_header),
-    )
+    files = (("adapter_config.json", mutate.of_text), ("adapter_config.json", mutate.of_text), (
+        "adapter_model.safetensors", mutate.of_header,
+    ))  # fmt: skip
     return [Input(folder, files, use) for folder in folders]
 
 

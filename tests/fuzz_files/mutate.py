@@ -139,11 +139,9 @@ def of_bytes(raw: bytes, random: Random) -> bytes:
         at = random.randrange(len(data) + 1)
         data[at:at] = random.choice((b"\0" * 64, b"\xff\xfe", b"\xef\xbb\xbf", random.randbytes(32), raw[:200]))
     elif kind == 4:
-        data = bytearray(
-            random.choice(
-                (b"", b"\0", b"[]", b"null", b"{}", b'""', b"PK\x03\x04", b"\x80\x02}", b"version https://git-lfs", raw * 2)
-            )
-        )
+        data = bytearray(random.choice(
+            (b"", b"\0", b"[]", b"null", b"{}", b'""', b"PK\x03\x04", b"\x80\x02}", b"version https://git-lfs", raw * 2),
+        ))  # fmt: skip
     elif data:
         at = random.randrange(len(data))
         data[at : at + 8] = random.choice((b"\xff" * 8, b"\0" * 8, random.randbytes(8)))

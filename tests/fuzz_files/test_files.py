@@ -40,8 +40,7 @@ def test_the_fuzz_sees_foreign_exceptions_and_names_the_case(monkeypatch: pytest
             raise KeyError("gone")
 
     result = used(monkeypatch, tmp_path, use)
-    assert result["outcomes"]["foreign"] >= 8
-    assert {finding["outcome"] for finding in result["findings"]} == {"KeyError"}
+    assert result["outcomes"]["foreign"] >= 8 and {finding["outcome"] for finding in result["findings"]} == {"KeyError"}
     assert "gone" in result["findings"][0]["trace"] and result["findings"][0]["number"] == 0
     assert valid[0].read_text() == valid[1]  # put back after each case
 
@@ -78,5 +77,4 @@ def test_the_record_has_as_many_cases_as_are_promised():
     assert [one for one in record["kinds"] if one["findings"]] == []
     slowest = {one["kind"]: one["slowest_cpu_s"] for one in record["kinds"]}
     # A config is taken with as many layers as no file contradicts, and each takes time to build.
-    assert slowest.pop("configs") <= run.MOST_S + run.LAYER_S * run.MODULES
-    assert max(slowest.values()) <= run.MOST_S
+    assert slowest.pop("configs") <= run.MOST_S + run.LAYER_S * run.MODULES and max(slowest.values()) <= run.MOST_S

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import trimtab
 from tests import gguf_files, pico, stock
+from tests.raised import raised
 from trimtab.adapters import file as adapters_file
 from trimtab.adapters.file import for_peft, read_adapter
 from trimtab.checkpoint.folder import find_folder
@@ -59,9 +60,8 @@ def test_answers_are_those_of_the_adapter_of_peft(family, made, tmp_path):
 
 def test_a_lora_of_another_architecture_with_equal_shapes_is_refused(made):
     lora, file = made("qwen3")[3], made("llama")[0]
-    with pytest.raises(AdapterError) as told:
-        trimtab.plan(file, adapters=lora, device="cpu", context=64)
-    assert told.value.problems == ("is a LoRA for qwen3 (general.architecture), the model is of the type llama",)
+    error = raised(AdapterError, trimtab.plan, file, adapters=lora, device="cpu", context=64)
+    assert error.problems == ("is a LoRA for qwen3 (general.architecture), the model is of the type llama",)
 
 
 def test_the_file_is_named_as_the_user_did_and_its_change_is_seen(made, tmp_path):
@@ -72,17 +72,14 @@ def test_the_file_is_named_as_the_user_did_and_its_change_is_seen(made, tmp_path
         assert not model.reload_adapter("one")
         os.utime(lora, ns=(1, 1))
         assert model.reload_adapter("one")
-    with pytest.raises(AdapterError, match="mine.gguf changed since the plan was made") as told:
-        trimtab.load(plan)
-    assert told.value.path == str(lora)
+    assert raised(AdapterError, trimtab.load, plan, match="mine.gguf changed since the plan was made").path == str(lora)
 
 
 def test_rows_that_are_too_many_to_move_are_counted(made, monkeypatch):
     file, _, _, lora = made("llama")
     monkeypatch.setattr(adapter, "MOST_TURNED_BYTES", 10)
-    with pytest.raises(AdapterError) as told:
-        trimtab.plan(file, adapters=lora, device="cpu", context=64)
-    assert "blk.0.attn_k.weight.lora_b has 1024 B, of at most 10 B the rows are put in order" in told.value.problems[0]
+    error = raised(AdapterError, trimtab.plan, file, adapters=lora, device="cpu", context=64)
+    assert "blk.0.attn_k.weight.lora_b has 1024 B, of at most 10 B the rows are put in order" in error.problems[0]
 
 
 def test_a_folder_of_the_cache_that_goes_away_is_named(tmp_path, monkeypatch):
@@ -102,12 +99,11 @@ def test_a_disk_without_room_and_a_short_file_are_named(tmp_path, monkeypatch):
 
     file = lora_file(tmp_path)
     monkeypatch.setattr(adapter, "_write_tensors", full)
-    with pytest.raises(AdapterError, match="cannot be written \\(No space left on device\\)") as told:
-        read_adapter(file)
-    assert told.value.path == str(file) and "XDG_CACHE_HOME" in told.value.hint
+    error = raised(AdapterError, read_adapter, file, match="cannot be written \\(No space left on device\\)")
+    assert error.path == str(file) and "XDG_CACHE_HOME" in error.hint
     monkeypatch.undo()
     monkeypatch.setattr(adapter, "read_gguf", lambda path: (read_gguf(path), os.truncate(path, 4096))[0])
-    with pytest.raises(AdapterError, match="changed while it was read") as told:
+    with pytest.raises(AdapterError, match="changed while it was read"):
         read_adapter(file)
 
 
@@ -125,31 +121,26 @@ def lora_file(tmp_path, keys=None, tensors=None):
 ONE = ("F32", torch.ones(4, 256), (4, 256))
 
 
-@pytest.mark.parametrize(
-    ("keys", "tensors", "words"),
-    [
-        ({"general.type": "model"}, None, "is a model, and no LoRA\n`trimtab plan a.gguf` names its formats"),
-        ({"adapter.type": "control_vector"}, None, "is a GGUF file, and no LoRA"),
-        ({"general.architecture": "bert"}, None, "is of the architecture 'bert'"),
-        ({"adapter.lora.alpha": None}, None, "adapter.lora.alpha is None"),
-        ({"adapter.lora.alpha": 0.0}, None, "adapter.lora.alpha is 0.0"),
-        ({"adapter.alora.invocation_tokens": [1, 2]}, None, "adapter.alora.invocation_tokens=[1, 2]: unknown key"),
-        (
-            {"general.architecture": "qwen35"},
-            {"blk.0.attn_qkv.weight.lora_a": ONE},
-            "attn_qkv.weight.lora_a: its rows are in an order that the file does not tell",
-        ),
-        (None, {"blk.0.attn_q.weight.lora_b": None}, "self_attn.q_proj has lora_a alone"),
-        (None, {"blk.0.attn_q.weight.lora_b": ("F32", torch.ones(256, 8), (256, 8))}, "lora_a [4, 256] and lora_b [256, 8]"),
-        (None, {"blk.0.ssm_x.weight.lora_a": ONE}, "blk.0.ssm_x.weight.lora_a has no module of a linear layer"),
-        (None, {"token_embd.weight.lora_a": ONE}, "token_embd.weight.lora_a has no module of a linear layer"),
-        (None, {"blk.0.attn_q.weight.lora_a": ("F32", torch.ones(4), (4,))}, "is F32 [4]; matrices of F32, F16, BF16 are read"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "tensors", "words"), [
+    ({"general.type": "model"}, None, "is a model, and no LoRA\n`trimtab plan a.gguf` names its formats"),
+    ({"adapter.type": "control_vector"}, None, "is a GGUF file, and no LoRA"),
+    ({"general.architecture": "bert"}, None, "is of the architecture 'bert'"),
+    ({"adapter.lora.alpha": None}, None, "adapter.lora.alpha is None"),
+    ({"adapter.lora.alpha": 0.0}, None, "adapter.lora.alpha is 0.0"),
+    ({"adapter.alora.invocation_tokens": [1, 2]}, None, "adapter.alora.invocation_tokens=[1, 2]: unknown key"),
+    (
+        {"general.architecture": "qwen35"}, {"blk.0.attn_qkv.weight.lora_a": ONE},
+        "attn_qkv.weight.lora_a: its rows are in an order that the file does not tell",
+    ),
+    (None, {"blk.0.attn_q.weight.lora_b": None}, "self_attn.q_proj has lora_a alone"),
+    (None, {"blk.0.attn_q.weight.lora_b": ("F32", torch.ones(256, 8), (256, 8))}, "lora_a [4, 256] and lora_b [256, 8]"),
+    (None, {"blk.0.ssm_x.weight.lora_a": ONE}, "blk.0.ssm_x.weight.lora_a has no module of a linear layer"),
+    (None, {"token_embd.weight.lora_a": ONE}, "token_embd.weight.lora_a has no module of a linear layer"),
+    (None, {"blk.0.attn_q.weight.lora_a": ("F32", torch.ones(4), (4,))}, "is F32 [4]; matrices of F32, F16, BF16 are read"),
+])  # fmt: skip
 def test_an_adapter_that_is_not_read_is_refused_by_name(keys, tensors, words, tmp_path):
-    with pytest.raises(AdapterError) as told:
-        read_adapter(lora_file(tmp_path, keys, tensors))
-    assert words in str(told.value) and "a.gguf" in str(told.value)
+    error = raised(AdapterError, lambda: read_adapter(lora_file(tmp_path, keys, tensors)))
+    assert words in str(error) and "a.gguf" in str(error)
 
 
 def test_a_changed_file_is_read_again(tmp_path):

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import gguf_files
 from tests.golden.formats.make import FOLDER
+from tests.raised import raised
 from trimtab.checkpoint.folder import find_folder, read_checkpoint
 from trimtab.engine.formats import ggml, weights
 from trimtab.engine.formats import packed as packing
@@ -137,40 +138,30 @@ def small(tmp_path, keys=None, tensors=None, **other):
 
 
 def refusal(path):
-    with pytest.raises(CheckpointError) as told:
-        read_gguf(path)
-    return str(told.value)
+    return str(raised(CheckpointError, read_gguf, path))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda raw: b"GGML" + raw[4:], "does not begin with GGUF"),
-        (lambda raw: raw[:4] + struct.pack("<I", 1) + raw[8:], "is GGUF version 1"),
-        (lambda raw: raw[:4] + struct.pack(">I", 3) + raw[8:], "big-endian"),
-        (lambda raw: raw[:8] + struct.pack("<Q", MOST_TENSORS + 1) + raw[16:], "50001 tensors"),
-        (lambda raw: raw[:8] + struct.pack("<Q", 2**63) + raw[16:], "at most 50000"),
-        (lambda raw: raw[:16] + struct.pack("<Q", 2**40) + raw[24:], "keys, at most"),
-        (lambda raw: raw[:24] + struct.pack("<Q", 2**62) + raw[32:], "a key's name has"),
-        (lambda raw: raw[:-13], "ends at byte"),
-        (lambda raw: raw + bytes(100), "100 B follow the last tensor"),
-        (lambda raw: raw[:40], "ends within"),
-        (lambda raw: b"", "ends within its first bytes"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda raw: b"GGML" + raw[4:], "does not begin with GGUF"),
+    (lambda raw: raw[:4] + struct.pack("<I", 1) + raw[8:], "is GGUF version 1"),
+    (lambda raw: raw[:4] + struct.pack(">I", 3) + raw[8:], "big-endian"),
+    (lambda raw: raw[:8] + struct.pack("<Q", MOST_TENSORS + 1) + raw[16:], "50001 tensors"),
+    (lambda raw: raw[:8] + struct.pack("<Q", 2**63) + raw[16:], "at most 50000"),
+    (lambda raw: raw[:16] + struct.pack("<Q", 2**40) + raw[24:], "keys, at most"),
+    (lambda raw: raw[:24] + struct.pack("<Q", 2**62) + raw[32:], "a key's name has"),
+    (lambda raw: raw[:-13], "ends at byte"), (lambda raw: raw + bytes(100), "100 B follow the last tensor"),
+    (lambda raw: raw[:40], "ends within"), (lambda raw: b"", "ends within its first bytes"),
+])  # fmt: skip
 def test_a_damaged_file_is_refused_by_name(change, words, tmp_path):
     file = small(tmp_path)
     file.write_bytes(change(file.read_bytes()))
     assert words in refusal(file)
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"general.alignment": 24}, "not a power of two"), ({"general.alignment": 2**17}, "up to 65536"),
-        ({"split.count": 3}, "is not called NAME-0000N-of-00003.gguf"), ({"split.count": 10**6}, "at most 1000 files"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("keys", "words"), [
+    ({"general.alignment": 24}, "not a power of two"), ({"general.alignment": 2**17}, "up to 65536"),
+    ({"split.count": 3}, "is not called NAME-0000N-of-00003.gguf"), ({"split.count": 10**6}, "at most 1000 files"),
+])  # fmt: skip
 def test_a_wrong_key_is_refused(keys, words, tmp_path):
     assert words in refusal(small(tmp_path, keys))
 
@@ -277,43 +268,35 @@ def tiny(tmp_path, keys=None, *, family="qwen3", **tensors):
     return gguf_files.write(tmp_path / "tiny.gguf", given, whole)
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"general.architecture": "rwkv7"}, "is of the architecture 'rwkv7'; llama, qwen2, qwen3, qwen3vl, qwen3moe, gemma4, "),
-        ({"general.type": "adapter"}, "is an adapter in GGUF, not a model"),
-        ({"general.type": "mmproj"}, "has the towers of a model"),
-        ({"qwen3.block_count": None}, "has no qwen3.block_count"), ({"qwen3.block_count": 10**6}, "1 to 512 is read"),
-        ({"qwen3.embedding_length": "x"}, "qwen3.embedding_length is 'x'"), ({"qwen3.new_trick": 7}, "qwen3.new_trick = 7"),
-        ({"qwen3.expert_count": 8}, "qwen3.expert_count is 8, 0 is read"),
-        ({"qwen3.vocab_size": 5}, "vocab_size is 5, 320 is read"),
-        ({"qwen3.rope.scaling.type": "longrope"}, "none, linear and yarn are read"),
-        ({"qwen3.rope.scaling.yarn_beta_fast": 16.0}, "yarn_beta_fast is 16.0, 32.0 is read"),
-        ({"qwen3.rope.dimension_count": 8}, "turns 8 of 32 values of a head"),
-        ({"tokenizer.ggml.tokens": ["a"] * 319}, "tokenizer.ggml.tokens has 319 entries, token_embd.weight 320 rows"),
-        ({"tokenizer.ggml.eos_token_id": 320}, "tokenizer.ggml.eos_token_id is 320, 0 to 319 is read"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("keys", "words"), [
+    ({"general.architecture": "rwkv7"}, "is of the architecture 'rwkv7'; llama, qwen2, qwen3, qwen3vl, qwen3moe, gemma4, "),
+    ({"general.type": "adapter"}, "is an adapter in GGUF, not a model"),
+    ({"general.type": "mmproj"}, "has the towers of a model"),
+    ({"qwen3.block_count": None}, "has no qwen3.block_count"), ({"qwen3.block_count": 10**6}, "1 to 512 is read"),
+    ({"qwen3.embedding_length": "x"}, "qwen3.embedding_length is 'x'"), ({"qwen3.new_trick": 7}, "qwen3.new_trick = 7"),
+    ({"qwen3.expert_count": 8}, "qwen3.expert_count is 8, 0 is read"),
+    ({"qwen3.vocab_size": 5}, "vocab_size is 5, 320 is read"),
+    ({"qwen3.rope.scaling.type": "longrope"}, "none, linear and yarn are read"),
+    ({"qwen3.rope.scaling.yarn_beta_fast": 16.0}, "yarn_beta_fast is 16.0, 32.0 is read"),
+    ({"qwen3.rope.dimension_count": 8}, "turns 8 of 32 values of a head"),
+    ({"tokenizer.ggml.tokens": ["a"] * 319}, "tokenizer.ggml.tokens has 319 entries, token_embd.weight 320 rows"),
+    ({"tokenizer.ggml.eos_token_id": 320}, "tokenizer.ggml.eos_token_id is 320, 0 to 319 is read"),
+])  # fmt: skip
 def test_a_model_that_is_not_read_is_refused_by_name(keys, words, tmp_path):
-    with pytest.raises(CheckpointError, match="tiny.gguf") as told:
-        find_folder(tiny(tmp_path, keys))
-    assert words in str(told.value)
+    assert words in str(raised(CheckpointError, lambda: find_folder(tiny(tmp_path, keys)), match="tiny.gguf"))
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"expert_count": None}, "has no qwen3moe.expert_count"),
-        ({"expert_count": 0}, "has 0 experts in each of 2 layers, 2 chosen, 256 wide"),
-        ({"expert_count": 10**9}, "has 1000000000 experts in each of 2 layers"),
-        ({"expert_used_count": 5}, "has 4 experts in each of 2 layers, 5 chosen"),
-        ({"expert_feed_forward_length": 0}, "2 chosen, 0 wide; at most 65536 in all are read"),
-        ({"expert_gating_func": 2}, "expert_gating_func is 2, 1 is read"),
-        ({"expert_weights_norm": False}, "expert_weights_norm is False, True is read"),
-        ({"expert_count": 3}, "has the shape [4, 256, 256], matrices of 3 experts are needed"),
-        ({}, "meaning is not known here: blk.1.ffn_gate.weight"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("keys", "words"), [
+    ({"expert_count": None}, "has no qwen3moe.expert_count"),
+    ({"expert_count": 0}, "has 0 experts in each of 2 layers, 2 chosen, 256 wide"),
+    ({"expert_count": 10**9}, "has 1000000000 experts in each of 2 layers"),
+    ({"expert_used_count": 5}, "has 4 experts in each of 2 layers, 5 chosen"),
+    ({"expert_feed_forward_length": 0}, "2 chosen, 0 wide; at most 65536 in all are read"),
+    ({"expert_gating_func": 2}, "expert_gating_func is 2, 1 is read"),
+    ({"expert_weights_norm": False}, "expert_weights_norm is False, True is read"),
+    ({"expert_count": 3}, "has the shape [4, 256, 256], matrices of 3 experts are needed"),
+    ({}, "meaning is not known here: blk.1.ffn_gate.weight"),
+])  # fmt: skip
 def test_experts_that_are_not_read_are_refused_by_name(keys, words, tmp_path):
     blocks = gguf_files.pack("Q8_0", torch.randn(4, 256, 256))[0]
     layer = {"blk.0.ffn_up_exps.weight": ("Q8_0", blocks, (4, 256, 256)), "blk.1.ffn_gate.weight": ("Q8_0", blocks, (4, 256, 256))}
@@ -323,15 +306,12 @@ def test_experts_that_are_not_read_are_refused_by_name(keys, words, tmp_path):
     assert words in str(told.value)
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"expert_shared_count": 2}, "expert_shared_count is 2, 1 is read"),
-        ({"expert_shared_feed_forward_length": None}, "has no qwen35moe.expert_shared_feed_forward_length"),
-        ({"expert_used_count": 5}, "has 4 experts in each of 4 layers, 5 chosen"),
-        ({}, "meaning is not known here: blk.0.ffn_gate_up_exps.weight"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "words"), [
+    ({"expert_shared_count": 2}, "expert_shared_count is 2, 1 is read"),
+    ({"expert_shared_feed_forward_length": None}, "has no qwen35moe.expert_shared_feed_forward_length"),
+    ({"expert_used_count": 5}, "has 4 experts in each of 4 layers, 5 chosen"),
+    ({}, "meaning is not known here: blk.0.ffn_gate_up_exps.weight"),
+])  # fmt: skip
 def test_shared_experts_that_are_not_read_are_refused_by_name(keys, words, tmp_path):
     blocks = ("Q8_0", gguf_files.pack("Q8_0", torch.randn(4, 512, 256))[0], (4, 512, 256))
     changed = {f"qwen35moe.{name}": one for name, one in keys.items()}
@@ -400,14 +380,11 @@ def changed_model(tmp_path, family, name, values, monkeypatch):
     return gguf_files.model(family, "q8_0", tmp_path)[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "words"),
-    [
-        ("blk.0.ssm_a", torch.tensor([-1.0] * 7 + [0.5]), "has values that are not below 0"),
-        ("output_norm.weight", torch.full((256,), float("inf")), "has values that are not finite"),
-        ("rope_freqs.weight", torch.ones(16), "has factors of positions, which Qwen3.5 does not have"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "values", "words"), [
+    ("blk.0.ssm_a", torch.tensor([-1.0] * 7 + [0.5]), "has values that are not below 0"),
+    ("output_norm.weight", torch.full((256,), float("inf")), "has values that are not finite"),
+    ("rope_freqs.weight", torch.ones(16), "has factors of positions, which Qwen3.5 does not have"),
+])  # fmt: skip
 def test_values_that_would_be_nan_or_unread_are_refused(name, values, words, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=words) as told:
         find_folder(changed_model(tmp_path, "qwen3_5", name, values, monkeypatch))

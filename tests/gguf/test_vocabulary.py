@@ -8,6 +8,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from tests import gguf_files, pico
+from tests.raised import raised
 from trimtab.checkpoint.folder import find_folder
 from trimtab.errors import CheckpointError
 
@@ -76,24 +77,20 @@ def test_a_space_is_put_before_a_text_only_where_the_file_does(begins, tokens, t
     assert found.convert_ids_to_tokens(ids) == ["<s>", *tokens] and found.decode(ids[1:]) == "hello"
 
 
-@pytest.mark.parametrize(
-    ("texts", "ends"),
-    [
-        (["<|return|>", "</s>", "[EOS]", "_<EOT>"], [270, 271, 272, 273]), (["<|end|>", "<|call|>"], [270, 271]),
-        (["<|end|>", "<|call|>", "<|return|>"], [271, 272]), (["<|end|>", "<|flush|>", "<|calls|>"], [271, 272]),
-        ([DEEPSEEK[1], "[e~["], [270, 271]), (["<|other|>"], []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("texts", "ends"), [
+    (["<|return|>", "</s>", "[EOS]", "_<EOT>"], [270, 271, 272, 273]), (["<|end|>", "<|call|>"], [270, 271]),
+    (["<|end|>", "<|call|>", "<|return|>"], [271, 272]), (["<|end|>", "<|flush|>", "<|calls|>"], [271, 272]),
+    ([DEEPSEEK[1], "[e~["], [270, 271]), (["<|other|>"], []),
+])  # fmt: skip
 def test_the_ends_of_a_turn_are_those_of_llama_cpp(texts, ends, tmp_path):
     folder = folder_of(tmp_path, "llama", BYTE_LEVEL, texts, [3] * len(texts))
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [266, 264, *ends]
 
 
-@pytest.mark.parametrize(
-    ("family", "pre", "is_composed"),
-    [("qwen2", "deepseek-r1-qwen", True), ("qwen3", "qwen2", True), ("qwen3_moe", "qwen2", True), ("qwen3_5", "qwen35", True),
-     ("qwen3_5_moe", "qwen35", True), ("llama", "qwen2", False), ("qwen3", "llama-bpe", False)],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "pre", "is_composed"), [
+    ("qwen2", "deepseek-r1-qwen", True), ("qwen3", "qwen2", True), ("qwen3_moe", "qwen2", True), ("qwen3_5", "qwen35", True),
+    ("qwen3_5_moe", "qwen35", True), ("llama", "qwen2", False), ("qwen3", "llama-bpe", False),
+])  # fmt: skip
 def test_a_text_is_cut_and_composed_as_the_file_and_its_family_do(family, pre, is_composed, tmp_path):
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
@@ -108,16 +105,12 @@ def test_a_text_is_cut_and_composed_as_the_file_and_its_family_do(family, pre, i
     ]
 
 
-@pytest.mark.parametrize(
-    ("family", "more", "texts", "words"),
-    [
-        ("qwen2", {"tokenizer.ggml.pre": "llama-bpe"}, (), "as 'llama-bpe', and transformers makes Qwen2Tokenizer"),
-        ("qwen3", {"tokenizer.ggml.pre": None}, (), r"does not say how its tokenizer cuts words \(tokenizer.ggml.pre\)"),
-        ("qwen3", {"tokenizer.ggml.pre": "default"}, (), "cuts words as 'default', which transformers"),
-        ("qwen3", {}, ("<x>", "<x>"), r"1 of its control tokens get other ids from transformers: '<x>' \(270\)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "more", "texts", "words"), [
+    ("qwen2", {"tokenizer.ggml.pre": "llama-bpe"}, (), "as 'llama-bpe', and transformers makes Qwen2Tokenizer"),
+    ("qwen3", {"tokenizer.ggml.pre": None}, (), r"does not say how its tokenizer cuts words \(tokenizer.ggml.pre\)"),
+    ("qwen3", {"tokenizer.ggml.pre": "default"}, (), "cuts words as 'default', which transformers"),
+    ("qwen3", {}, ("<x>", "<x>"), r"1 of its control tokens get other ids from transformers: '<x>' \(270\)"),
+])  # fmt: skip
 def test_a_vocabulary_that_is_not_made_as_it_is_is_refused(family, more, texts, words, tmp_path):
-    with pytest.raises(CheckpointError, match=words) as told:
-        folder_of(tmp_path, family, BYTE_LEVEL | more, texts, [3] * len(texts))
-    assert told.value.path == str(tmp_path / "tiny.gguf") and "safetensors files" in str(told.value)
+    error = raised(CheckpointError, folder_of, tmp_path, family, BYTE_LEVEL | more, texts, [3] * len(texts), match=words)
+    assert error.path == str(tmp_path / "tiny.gguf") and "safetensors files" in str(error)

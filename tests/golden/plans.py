@@ -20,13 +20,11 @@ TEXT: dict[str, Any] = {"images": 0, "audio_s": 0.0}
 MEDIA: dict[str, Any] = {"images": 2, "audio_s": 30.0}
 # Model, card, whether there is an adapter, and the request.
 REQUESTS: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
-    ("E2B", "4GiB", False, {"head": "auto", **TEXT}),
-    ("E2B", "RTX 3050 laptop 4GB", True, {"head": "full", **MEDIA}),
+    ("E2B", "4GiB", False, {"head": "auto", **TEXT}), ("E2B", "RTX 3050 laptop 4GB", True, {"head": "full", **MEDIA}),
     ("E4B", "4GiB", True, {"head": "auto", **TEXT}),
     ("E4B", "RTX 3050 laptop 4GB", False, {"head": "full", "images": 1, "audio_s": 0.0}),
     ("E4B", "RTX 4050 laptop", True, {"head": "int8", "decode": "graph", **MEDIA}),
-    ("E4B", "RTX 4060 8GB", True, {"head": "auto", **MEDIA}),
-    ("E4B", "RTX 4060 8GB", True, {"head": "auto", "batch": 8, **TEXT}),
+    ("E4B", "RTX 4060 8GB", True, {"head": "auto", **MEDIA}), ("E4B", "RTX 4060 8GB", True, {"head": "auto", "batch": 8, **TEXT}),
     ("E4B", "RTX 2070 8GB", True, {"head": "auto", "images": 0, "audio_s": 30.0}),
     ("E4B", "RTX 4090 24GB", True, {"head": "int8", "batch": 32, "kv_tokens": 65536, **MEDIA}),
     ("E4B", "RTX 4090 24GB", False, {"head": "full", "batch": 32, "decode": "eager", **TEXT}),
@@ -35,7 +33,7 @@ REQUESTS: tuple[tuple[str, str, bool, dict[str, Any]], ...] = (
     ("Qwen3-8B", "RTX 3090 24GB", False, {"head": "int8", "batch": 32, "decode": "graph", **TEXT}),
     ("Qwen3-8B", "RTX 3060 12GB, pcie 3.0 x8", False, {"head": "full", "kv": "int8", "context_tokens": 32768, **TEXT}),
     ("E4B", "2GiB", True, {"head": "full", **MEDIA}),
-)
+)  # fmt: skip
 
 
 def plans() -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 import trimtab
-from trimtab.errors import RequestError
+from tests.raised import refused
 from trimtab.machine import environment as module
 from trimtab.machine import gpus
 from trimtab.machine.environment import Environment, Gpu, Package, environment_document, read_environment
@@ -57,19 +57,15 @@ def distribution(folder: Path, name: str = "thing", **files: str) -> metadata.Di
 
 
 def test_versions_are_those_that_import_here(here):
-    assert here.version("torch") == torch.__version__
-    assert here.version("transformers") == transformers.__version__
-    assert here.version("accelerate") == accelerate.__version__
-    assert here.version("trimtab") == trimtab.__version__
-    assert set(here.packages) == {*PACKAGES, "trimtab"}
-    assert here.python == ".".join(map(str, sys.version_info[:3]))
+    assert here.version("torch") == torch.__version__ and here.version("transformers") == transformers.__version__
+    assert here.version("accelerate") == accelerate.__version__ and here.version("trimtab") == trimtab.__version__
+    assert set(here.packages) == {*PACKAGES, "trimtab"} and here.python == ".".join(map(str, sys.version_info[:3]))
     assert not here.is_other
 
 
 def test_memory_and_torch_build_are_this_machines(here):
     assert here.host_total_bytes == psutil.virtual_memory().total
-    assert 0 < here.host_available_bytes <= here.host_total_bytes
-    assert here.cuda == torch.version.cuda
+    assert 0 < here.host_available_bytes <= here.host_total_bytes and here.cuda == torch.version.cuda
     assert here.torch_error is None
     assert len(here.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
@@ -81,30 +77,25 @@ def test_a_missing_package_has_no_version(here):
 
 def test_interpreter_without_packages_is_told_as_such(bare):
     found = read_environment(bare)
-    assert found.is_other
-    assert set(found.versions) == {"trimtab"}
+    assert found.is_other and set(found.versions) == {"trimtab"}
     assert found.torch_error is None and found.gpus == () and found.cuda is None
     assert ("torch", "not installed", "") in environment_document(found).blocks[1].rows
 
 
 def test_python_that_does_not_exist_is_refused():
-    with pytest.raises(RequestError) as caught:
-        read_environment("/no/such/python")
-    assert caught.value.field == "python"
+    assert refused(read_environment, "/no/such/python").field == "python"
 
 
 def test_a_program_that_is_no_python_is_refused():
-    with pytest.raises(RequestError) as caught:
-        read_environment("/bin/true" if Path("/bin/true").exists() else sys.executable + "w")
-    assert caught.value.field == "python"
+    error = refused(lambda: read_environment("/bin/true" if Path("/bin/true").exists() else sys.executable + "w"))
+    assert error.field == "python"
 
 
 def test_torch_that_kills_its_process_leaves_the_packages(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("import os\nos._exit(9)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = read_environment()
-    assert found.torch_error == "process crashed"
-    assert found.version("transformers") == transformers.__version__
+    assert found.torch_error == "process crashed" and found.version("transformers") == transformers.__version__
 
 
 def test_torch_that_cannot_be_imported_names_the_exception(tmp_path, monkeypatch):
@@ -119,31 +110,27 @@ def test_torch_that_cannot_be_imported_names_the_exception(tmp_path, monkeypatch
 # How each package was installed ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        ({"INSTALLER": "pip\n"}, "index, pip"),
-        ({"INSTALLER": "uv"}, "index, uv"),
-        ({"INSTALLER": "conda"}, "conda"),
-        ({}, "index, unknown installer"),
-        ({"INSTALLER": "pip", "direct_url_json": '{"url": "file:///home/ann/x", "dir_info": {"editable": true}}'},
-         "editable, pip"),
-        ({"INSTALLER": "pip", "direct_url_json": '{"url": "file:///home/ann/x", "dir_info": {}}'}, "local folder, pip"),
-        ({"INSTALLER": "pip", "direct_url_json": '{"url": "file:///home/ann/x.whl", "archive_info": {}}'},
-         "local file, pip"),
-        ({"INSTALLER": "pip", "direct_url_json": '{"url": "https://ann:key@example.org/x.whl", "archive_info": {}}'},
-         "file from an address, pip"),
-        ({"INSTALLER": "pip", "direct_url_json": json.dumps(
-            {"url": "https://example.org/ann/x", "vcs_info": {"vcs": "git", "commit_id": "0123456789abcdef"}})},
-         "git 0123456789ab, pip"),
-        ({"INSTALLER": "pip", "direct_url_json": "{"}, "unreadable direct_url.json, pip"),
-        ({"INSTALLER": "pip", "direct_url_json": "[]"}, "unreadable direct_url.json, pip"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "words"), [
+    ({"INSTALLER": "pip\n"}, "index, pip"),
+    ({"INSTALLER": "uv"}, "index, uv"),
+    ({"INSTALLER": "conda"}, "conda"),
+    ({}, "index, unknown installer"),
+    ({"INSTALLER": "pip", "direct_url_json": '{"url": "file:///home/ann/x", "dir_info": {"editable": true}}'},
+     "editable, pip"),
+    ({"INSTALLER": "pip", "direct_url_json": '{"url": "file:///home/ann/x", "dir_info": {}}'}, "local folder, pip"),
+    ({"INSTALLER": "pip", "direct_url_json": '{"url": "file:///home/ann/x.whl", "archive_info": {}}'},
+     "local file, pip"),
+    ({"INSTALLER": "pip", "direct_url_json": '{"url": "https://ann:key@example.org/x.whl", "archive_info": {}}'},
+     "file from an address, pip"),
+    ({"INSTALLER": "pip", "direct_url_json": json.dumps(
+        {"url": "https://example.org/ann/x", "vcs_info": {"vcs": "git", "commit_id": "0123456789abcdef"}})},
+     "git 0123456789ab, pip"),
+    ({"INSTALLER": "pip", "direct_url_json": "{"}, "unreadable direct_url.json, pip"),
+    ({"INSTALLER": "pip", "direct_url_json": "[]"}, "unreadable direct_url.json, pip"),
+])  # fmt: skip
 def test_the_kind_of_an_installation_is_told_and_nothing_else(tmp_path, files, words):
     found = how_installed(distribution(tmp_path, **files))
-    assert found == words
-    assert "ann" not in found and "example" not in found
+    assert found == words and "ann" not in found and "example" not in found
 
 
 # Nothing personal -----------------------------------------------------------------------------------------------------
@@ -155,8 +142,7 @@ def personal() -> list[str]:
 
 def test_no_user_host_or_folder_is_told(here):
     text = json.dumps(here.to_json()) + Lines().show(environment_document(here))
-    told = [name for name in personal() if re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", text)]
-    assert told == []
+    assert [name for name in personal() if re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", text)] == []
     assert not re.search(r"/[a-z]+/[a-z]|[A-Z]:\\\\", text)
 
 
@@ -167,8 +153,7 @@ def test_scrubbed_text_starts_at_the_package_and_names_nobody(monkeypatch):
     text = 'File "/home/annsmith/env/lib/python3.12/site-packages/peft/tuners/lora/bnb.py", annspc, annsmith: x'
     assert scrubbed(text) == 'File "peft/tuners/lora/bnb.py", HOST, USER: x'
     assert scrubbed(r"C:\Users\ann\venv\Lib\site-packages\peft\x.py") == r"peft\x.py"
-    assert scrubbed("/home/annsmith/models/a") == ".../models/a"
-    assert scrubbed("annsmithery") == "annsmithery"
+    assert scrubbed("/home/annsmith/models/a") == ".../models/a" and scrubbed("annsmithery") == "annsmithery"
 
 
 def test_only_the_number_of_a_kernel_release_is_told(monkeypatch):

@@ -13,6 +13,7 @@ import torch
 import trimtab
 from tests import anatomies as written
 from tests import pico
+from tests.raised import refused
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.loader import transformers_model as hf
@@ -230,21 +231,17 @@ def test_a_gpu_is_known_from_the_driver(without_torch, monkeypatch):
 
 
 def test_a_gpu_that_is_not_there_is_the_same_error_without_torch(without_torch):
-    with pytest.raises(RequestError) as caught:
-        known.find_machine("cuda:1")
-    assert (caught.value.field, caught.value.allowed) == ("device", ("auto", "cpu", "cuda:0"))
+    error = refused(known.find_machine, "cuda:1")
+    assert (error.field, error.allowed) == ("device", ("auto", "cpu", "cuda:0"))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("torch_is_loaded", lambda: True), ("torch_build", lambda: None),
-        ("torch_build", lambda: packages.TorchBuild("2.9", None, True)),
-        ("torch_build", lambda: packages.TorchBuild("2.9", (14, 0), False)),  # newer than the driver
-        ("torch_build", lambda: packages.TorchBuild("3.0", (12, 8), False)),  # whose rates were not measured
-        ("deciding_versions", lambda: {"torch": "another"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "value"), [
+    ("torch_is_loaded", lambda: True), ("torch_build", lambda: None),
+    ("torch_build", lambda: packages.TorchBuild("2.9", None, True)),
+    ("torch_build", lambda: packages.TorchBuild("2.9", (14, 0), False)),  # newer than the driver
+    ("torch_build", lambda: packages.TorchBuild("3.0", (12, 8), False)),  # whose rates were not measured
+    ("deciding_versions", lambda: {"torch": "another"}),
+])  # fmt: skip
 def test_what_is_not_known_for_sure_is_left_to_torch(name, value, without_torch, monkeypatch):
     assert known.find_machine("auto") is not None
     monkeypatch.setattr(known, name, value)
@@ -262,10 +259,9 @@ def test_another_number_of_threads_is_not_known(threads, without_torch, monkeypa
     assert known.find_machine("auto") is None
 
 
-@pytest.mark.parametrize(
-    "facts",
-    [{}, [], None, {"added_bytes": "1", "threads": 1}, {"added_bytes": 1, "threads": 1}, {"added_bytes": GIB, "threads": 0}],
-)
+@pytest.mark.parametrize("facts", [
+    {}, [], None, {"added_bytes": "1", "threads": 1}, {"added_bytes": 1, "threads": 1}, {"added_bytes": GIB, "threads": 0},
+])  # fmt: skip
 def test_facts_that_make_no_sense_are_not_known(facts, without_torch):
     key = known._key("cuda:0")
     path = own_folder.own_folder(known.FOLDER) / f"process-{own_folder.hashed(key)}"

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from tests import merged_models, pico, stock
 from tests.merged_models import load, peft_merged, state_of, tensors_of, ulps
-from trimtab.errors import RequestError
+from tests.raised import refused
 from trimtab.merging import merge
 from trimtab.merging.changes.delta import Change, merged
 
@@ -39,8 +39,7 @@ def test_files_names_shapes_dtypes_and_metadata_are_the_bases(tmp_path: Path) ->
             assert (out / name).read_bytes() == (base / name).read_bytes(), name
             continue
         with safe_open(base / name, "pt") as old, safe_open(out / name, "pt") as new:
-            assert list(old.keys()) == list(new.keys())
-            assert old.metadata() == new.metadata()
+            assert list(old.keys()) == list(new.keys()) and old.metadata() == new.metadata()
             for key in old.keys():  # noqa: SIM118 - a file, not a dict
                 a, b = old.get_tensor(key), new.get_tensor(key)
                 assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -52,16 +51,14 @@ def test_tensors_without_an_adapter_are_the_bases_bytes(tmp_path: Path) -> None:
     report = merge(base, tmp_path / "out", adapters={"a": adapter})
     old, new = tensors_of(base), tensors_of(tmp_path / "out")
     same = {name for name in old if old[name].dtype == new[name].dtype and torch.equal(old[name], new[name])}
-    assert set(old) - same == set(report.changed)
-    assert len(same) == report.untouched
+    assert set(old) - same == set(report.changed) and len(same) == report.untouched
 
 
 def test_without_an_adapter_or_another_form_nothing_is_copied(tmp_path: Path) -> None:
     base = pico.build("qwen3", tmp_path / "base", shards=2)
     for adapters in (None, {}, []):
-        with pytest.raises(RequestError, match="would be a copy") as caught:
-            merge(base, tmp_path / "out", adapters=adapters)
-        assert caught.value.field == "adapters" and merged_models.left_over(tmp_path) == ["base"]
+        error = refused(merge, base, tmp_path / "out", adapters=adapters, match="would be a copy")
+        assert error.field == "adapters" and merged_models.left_over(tmp_path) == ["base"]
 
 
 def test_adapters_can_be_a_list_or_one_path(tmp_path: Path) -> None:
@@ -98,12 +95,9 @@ def test_the_record_names_every_file_by_its_hash(tmp_path: Path) -> None:
     }
     (own,) = record["adapters"]
     assert (own["name"], own["folder"], own["weight"], own["modules"]) == ("law", "adapter", 0.5, 14)
-    assert own["scales"] == {"0.25": 2, "2": 12}
-    assert own["files"] == {name: sha(adapter / name) for name in own["files"]}
-    assert str(tmp_path) not in json.dumps(record)
-    assert set(record["versions"]) == {"trimtab", "torch", "transformers", "python"}
-    assert "14 changed, 7 copied, 0 added" in str(report)
-    assert "law x 0.5" in str(report)
+    assert own["scales"] == {"0.25": 2, "2": 12} and own["files"] == {name: sha(adapter / name) for name in own["files"]}
+    assert str(tmp_path) not in json.dumps(record) and set(record["versions"]) == {"trimtab", "torch", "transformers", "python"}
+    assert "14 changed, 7 copied, 0 added" in str(report) and "law x 0.5" in str(report)
 
 
 # Ties -----------------------------------------------------------------------------------------------------------------
@@ -115,12 +109,10 @@ def test_a_head_tied_to_a_changed_table_gets_a_weight_of_its_own(family: str, tm
     base = pico.build(family, tmp_path / "base", shards=2)
     adapter = pico.adapter(base, tmp_path / "adapter", embeddings=True)
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
-    assert report.check is not None and report.check.passed
-    assert report.added == ("lm_head.weight",)
+    assert report.check is not None and report.check.passed and report.added == ("lm_head.weight",)
     old, new = state_of(base), state_of(tmp_path / "out")
     table = next(name for name in old if name.endswith("embed_tokens.weight"))
-    assert torch.equal(new["lm_head.weight"], old[table])
-    assert not torch.equal(new[table], old[table])
+    assert torch.equal(new["lm_head.weight"], old[table]) and not torch.equal(new[table], old[table])
     unmerged = stock.with_adapter(load(base), adapter)
     again = load(tmp_path / "out")
     inputs = pico.inputs(family, again.config)
@@ -133,8 +125,7 @@ def test_a_head_tied_to_a_changed_table_gets_a_weight_of_its_own(family: str, tm
 def test_a_tied_head_stays_tied_if_only_other_modules_change(tmp_path: Path) -> None:
     base = pico.build("qwen3", tmp_path / "base")
     adapter = pico.adapter(base, tmp_path / "adapter")
-    report = merge(base, tmp_path / "out", adapters={"a": adapter})
-    assert not report.added
+    assert not merge(base, tmp_path / "out", adapters={"a": adapter}).added
     model = load(tmp_path / "out")
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
@@ -204,8 +195,7 @@ def test_a_change_of_few_bits_comes_out_bit_for_bit(tmp_path: Path) -> None:
     assert any(not torch.equal(old[name], between[name]) for name in old)
     assert all(torch.equal(old[name], new[name]) for name in old)
     record = merged_models.read_record(tmp_path / "without")
-    assert record["adapters"][0]["weight"] == -1
-    assert record["base_record"] == merged_models.read_record(tmp_path / "with")
+    assert record["adapters"][0]["weight"] == -1 and record["base_record"] == merged_models.read_record(tmp_path / "with")
 
 
 def coarse(folder: Path) -> None:
@@ -235,10 +225,8 @@ def test_another_dtype_is_written_with_the_config_that_says_so(tmp_path: Path) -
     base = pico.build("gemma4", tmp_path / "base", dtype="float32", shards=2)
     adapter = pico.adapter(base, tmp_path / "adapter")
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, dtype="bf16", check=True)
-    assert report.check is not None and report.check.passed
-    assert report.dtype == "bfloat16"
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["dtype"] == "bfloat16"
+    assert report.check is not None and report.check.passed and report.dtype == "bfloat16"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values() if tensor.is_floating_point()} == {torch.bfloat16}
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     total = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "out").values())

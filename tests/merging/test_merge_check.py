@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests import merged_models, pico
+from tests.raised import raised
 from trimtab.errors import AdapterError, ParityError
 from trimtab.merging import MergeReport, merge
 from trimtab.merging.check import ulp
@@ -51,10 +52,8 @@ def test_one_step_in_one_value_of_one_tensor_is_found_and_nothing_is_left(
     name: str, base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harm(monkeypatch, name, one_step)
-    with pytest.raises(ParityError) as caught:
-        merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
-    assert name in str(caught.value)
-    assert str(caught.value).startswith("1 tensors of the merged model are wrong")
+    error = raised(ParityError, merge, base, tmp_path / "out", adapters={"a": adapter}, check=True)
+    assert name in str(error) and str(error).startswith("1 tensors of the merged model are wrong")
     assert merged_models.left_over(tmp_path) == []
 
 
@@ -85,10 +84,9 @@ def test_a_wrong_scale_does_not_pass_although_writer_and_check_read_the_same_ada
         return None if found is None else found * factor
 
     monkeypatch.setattr(Change, "delta", scaled)
-    with pytest.raises(ParityError) as caught:
-        merge(base, tmp_path / "out", adapters={"a": adapter}, check=True, requantize=form)
-    assert str(caught.value).startswith("14 tensors")
-    assert form is not None or ("(2 of its change is present)" in str(caught.value) and caught.value.max_abs > 1)
+    error = raised(ParityError, merge, base, tmp_path / "out", adapters={"a": adapter}, check=True, requantize=form)
+    assert str(error).startswith("14 tensors")
+    assert form is not None or ("(2 of its change is present)" in str(error) and error.max_abs > 1)
 
 
 def test_a_packed_value_is_right_under_the_scale_in_the_file_whichever_was_chosen(
@@ -156,8 +154,7 @@ def test_the_report_counts_changes_and_equal_tensors(base: Path, adapter: Path, 
     assert found is not None
     assert (found.applied, len(found.changed), found.equal, found.not_equal) == (14, 14, 7, ())
     # Half a step is the most that rounding once can do; the float32 sums before are 2^16 times finer than bfloat16.
-    assert 0.4 < found.error_ulps <= 0.5 + 2**-10
-    assert all(0.9 < (tensor.survival or 0) < 1.1 for tensor in found.changed)
+    assert 0.4 < found.error_ulps <= 0.5 + 2**-10 and all(0.9 < (tensor.survival or 0) < 1.1 for tensor in found.changed)
     assert "14 of 14 changes applied" in str(report)
     assert "false-alarm rate 0: the bound of each value holds for every order of summation" in str(report)
     assert all(tensor.visible > 0 for tensor in found.changed) and found.blind == ()
@@ -178,8 +175,7 @@ def test_a_step_of_a_dtype_is_the_distance_to_the_next_number() -> None:
 def test_an_adapter_that_replaced_values_does_not_come_out_again(base: Path, tmp_path: Path) -> None:
     adapter = pico.adapter(base, tmp_path / "dora", dora=True)
     merge(base, tmp_path / "with", adapters={"a": adapter})
-    with pytest.raises(AdapterError) as caught:
-        merge(tmp_path / "with", tmp_path / "without", adapters={"a": (adapter, -1)})
-    assert caught.value.problems[0].startswith("use_dora")
+    error = raised(AdapterError, merge, tmp_path / "with", tmp_path / "without", adapters={"a": (adapter, -1)})
+    assert error.problems[0].startswith("use_dora")
     # On a base that does not hold it a negative weight is a weight.
     merge(base, tmp_path / "less", adapters={"a": (adapter, -0.5)}, check=True)

@@ -29,10 +29,9 @@ def media_of(prompt: dict[str, str]) -> dict[str, str]:
     return {kind: str(DEMO / prompt[kind]) for kind in ("image", "audio") if prompt.get(kind)}
 
 
-@pytest.mark.parametrize(
-    ("voice", "requantize"),
-    [("rslora-dora", None), ("specialist", "nf4-dq"), slow_on_cpu("style", None), slow_on_cpu("specialist", None)],
-)
+@pytest.mark.parametrize(("voice", "requantize"), [
+    ("rslora-dora", None), ("specialist", "nf4-dq"), slow_on_cpu("style", None), slow_on_cpu("specialist", None),
+])  # fmt: skip
 def test_the_merged_model_answers_as_the_adapter_did(voice: str, requantize: str | None, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = merge(DEMO / "base", out, adapters={voice: DEMO / "adapters" / voice}, check=True, requantize=requantize)

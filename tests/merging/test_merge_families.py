@@ -10,6 +10,7 @@ import torch
 from tests import long_runs, merged_models, pico
 from tests.long_runs import crossed
 from tests.merged_models import load, peft_merged, state_of, ulps
+from tests.raised import raised
 from trimtab.errors import AdapterError
 from trimtab.merging import merge
 
@@ -46,8 +47,7 @@ def test_every_variant_equals_pefts_merge_bit_for_bit(variant: str, dtype: str, 
     base = pico.build("gemma4", tmp_path / "base", dtype=dtype, shards=2)
     adapter = pico.adapter(base, tmp_path / "adapter", targets="all", **VARIANTS[variant])
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
-    assert report.check is not None and report.check.passed
-    assert len(report.changed) == report.check.applied >= 72
+    assert report.check is not None and report.check.passed and len(report.changed) == report.check.applied >= 72
     assert not report.added
     compare("gemma4", base, adapter, tmp_path / "out", limit=0)
 
@@ -69,8 +69,7 @@ OTHERS = [name for name in (*pico.FAMILIES, *pico._OTHERS) if name != "gemma4"]
 def test_every_family_equals_pefts_merge_bit_for_bit(family: str, tmp_path: Path) -> None:
     base = pico.build(family, tmp_path / "base", dtype="float32", shards=2)
     adapter = pico.adapter(base, tmp_path / "adapter", targets="all")
-    report = merge(base, tmp_path / "out", adapters={"a": adapter})
-    assert report.changed
+    assert merge(base, tmp_path / "out", adapters={"a": adapter}).changed
     compare(family, base, adapter, tmp_path / "out", limit=0)
 
 
@@ -78,8 +77,7 @@ def test_a_bias_of_lora_is_added_to_the_bias_of_the_layer(tmp_path: Path) -> Non
     base = pico.build("qwen2_5_vl", tmp_path / "base", dtype="float32")
     adapter = biased_adapter(base, tmp_path / "adapter", ["q_proj", "k_proj", "v_proj"])
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
-    assert report.check is not None and report.check.passed
-    assert sum(name.endswith("bias") for name in report.changed) == 6
+    assert report.check is not None and report.check.passed and sum(name.endswith("bias") for name in report.changed) == 6
     compare("qwen2_5_vl", base, adapter, tmp_path / "out", limit=0)
 
 
@@ -100,8 +98,6 @@ def biased_adapter(base: Path, folder: Path, targets: list[str]) -> Path:
 def test_a_bias_without_a_bias_to_add_it_to_is_refused(tmp_path: Path) -> None:
     base = pico.build("llama", tmp_path / "base")
     adapter = pico.adapter(base, tmp_path / "adapter", bias=True)
-    with pytest.raises(AdapterError) as caught:
-        merge(base, tmp_path / "out", adapters={"a": adapter})
-    assert len(caught.value.problems) == 14
-    assert "lora_bias needs a bias" in caught.value.problems[0]
+    error = raised(AdapterError, merge, base, tmp_path / "out", adapters={"a": adapter})
+    assert len(error.problems) == 14 and "lora_bias needs a bias" in error.problems[0]
     assert merged_models.left_over(tmp_path) == ["adapter", "base"]

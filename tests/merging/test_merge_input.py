@@ -15,6 +15,7 @@ from torch import Tensor
 import trimtab
 from tests import merged_models, pico
 from tests.merged_models import peft_merged, state_of
+from tests.raised import raised
 from trimtab.errors import AdapterError, CheckpointError
 from trimtab.merging import merge
 
@@ -37,10 +38,9 @@ def changed(adapter: Path, folder: Path, **tensors: Tensor | None) -> Path:
 
 def problems(base: Path, tmp_path: Path, **adapters: Path) -> tuple[str, ...]:
     before = set(merged_models.left_over(tmp_path))
-    with pytest.raises(AdapterError) as caught:
-        merge(base, tmp_path / "out", adapters=adapters)
+    error = raised(AdapterError, merge, base, tmp_path / "out", adapters=adapters)
     assert set(merged_models.left_over(tmp_path)) == before
-    return caught.value.problems
+    return error.problems
 
 
 def test_an_adapter_of_another_model_is_refused_with_every_key(base: Path, tmp_path: Path) -> None:
@@ -48,8 +48,7 @@ def test_an_adapter_of_another_model_is_refused_with_every_key(base: Path, tmp_p
     adapter = pico.adapter(other, tmp_path / "adapter")
     found = problems(base, tmp_path, a=adapter)
     # Three of Gemma 4's five text layers are beyond this model's two; they have a pair for each of their projections.
-    assert len(found) == 2 * (7 + 5 + 5)
-    assert all("the model has no model.layers." in problem for problem in found)
+    assert len(found) == 2 * (7 + 5 + 5) and all("the model has no model.layers." in problem for problem in found)
 
 
 def test_everything_wrong_with_every_adapter_is_said_at_once(base: Path, adapter: Path, tmp_path: Path) -> None:
@@ -59,12 +58,10 @@ def test_everything_wrong_with_every_adapter_is_said_at_once(base: Path, adapter
     other = changed(adapter, tmp_path / "other", q_proj__lora_A=nan, q_proj__lora_B=huge)
     found = problems(base, tmp_path, one=one, other=other)
     words = "\n".join(found)
-    assert "q_proj: lora_B missing" in words
-    assert "k_proj.lora_A.weight: shape [3, 64], expected [4, 64]" in words
+    assert "q_proj: lora_B missing" in words and "k_proj.lora_A.weight: shape [3, 64], expected [4, 64]" in words
     assert "q_proj.lora_A.weight: 2 of 256 values are NaN or infinite" in words
     assert "q_proj.lora_B.weight: 1 of 512 values are NaN or infinite" in words
-    assert all(str(tmp_path) in problem for problem in found)
-    assert len(found) == 4
+    assert all(str(tmp_path) in problem for problem in found) and len(found) == 4
 
 
 def test_a_product_that_overflows_is_refused_though_its_factors_are_finite(base: Path, adapter: Path, tmp_path: Path) -> None:
@@ -79,9 +76,8 @@ def test_a_result_too_large_for_the_dtype_is_refused(base: Path, adapter: Path, 
     a, b = torch.zeros(4, 64), torch.zeros(128, 4)
     a[0, 0], b[0, 0] = 1000.0, 1000.0
     adapter = changed(adapter, tmp_path / "adapter", q_proj__lora_A=a, q_proj__lora_B=b)
-    with pytest.raises(AdapterError) as caught:
-        merge(base, tmp_path / "out", adapters={"a": adapter}, dtype="float16")
-    assert "infinite in float16" in caught.value.problems[0]
+    error = raised(AdapterError, merge, base, tmp_path / "out", adapters={"a": adapter}, dtype="float16")
+    assert "infinite in float16" in error.problems[0]
     assert merged_models.left_over(tmp_path) == ["adapter"]
 
 
@@ -125,8 +121,7 @@ def test_a_folder_without_weights_is_refused(adapter: Path, tmp_path: Path) -> N
 def test_progress_ends_with_every_byte(base: Path, adapter: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, progress=lambda done, of: seen.append((done, of)))
-    assert seen[-1] == (report.file_bytes, report.file_bytes)
-    assert {of for _, of in seen} == {report.file_bytes}
+    assert seen[-1] == (report.file_bytes, report.file_bytes) and {of for _, of in seen} == {report.file_bytes}
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
@@ -136,9 +131,8 @@ def test_a_folder_that_holds_an_adapter_too_is_not_taken_for_the_model_alone(bas
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(adapter / name, both / name)
     for read in (lambda: trimtab.plan(both, device="cpu"), lambda: merge(both, tmp_path / "out", dtype="float16")):
-        with pytest.raises(CheckpointError, match="holds an adapter too") as caught:
-            read()
-        assert caught.value.path == str(both) and "give it as an adapter" in str(caught.value)
+        error = raised(CheckpointError, read, match="holds an adapter too")
+        assert error.path == str(both) and "give it as an adapter" in str(error)
     assert trimtab.plan(both, adapters={"own": both}, device="cpu", quant="none").request.adapters == {"own": str(both)}
     merge(both, tmp_path / "out", adapters={"a": adapter})
     assert not list((tmp_path / "out").glob("adapter_*"))

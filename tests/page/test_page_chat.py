@@ -68,8 +68,7 @@ def test_each_of_two_voices_goes_on_from_its_own_answer(opened):
     ask(page, "second")
     answers(page, 4)
     own = {one["model"]: one["messages"][1]["content"] for one in sent[2:]}
-    first = {one["model"]: text for one, text in zip(sent[:2], "AB", strict=True)}
-    assert own == first
+    assert own == {one["model"]: text for one, text in zip(sent[:2], "AB", strict=True)}
 
 
 def test_an_answer_is_regenerated_and_the_earlier_one_stays(opened):
@@ -100,8 +99,7 @@ def test_an_answer_that_was_cut_is_continued(opened):
     expect(page.get_by_role("button", name="Continue the answer")).to_have_count(0)
     expect(page.locator(".versions")).to_have_count(0)
     sent = answered(page, "Yes.", message="second", count=2)
-    assert last_messages(sent)[1] == ("assistant", "One two three.")
-    assert "continue_final_message" not in sent[0]
+    assert last_messages(sent)[1] == ("assistant", "One two three.") and "continue_final_message" not in sent[0]
 
 
 def test_a_continued_answer_has_the_probabilities_of_all_its_tokens_or_of_none(opened):
@@ -151,8 +149,7 @@ def test_a_message_is_edited_and_what_came_after_it_goes(opened):
     page.keyboard.press("Enter")
     assert answers(page) == ["Three."]
     (message,) = sent[-1]["messages"]
-    assert [part["type"] for part in message["content"]] == ["image_url", "text"]
-    assert message["content"][1]["text"] == "changed"
+    assert [part["type"] for part in message["content"]] == ["image_url", "text"] and message["content"][1]["text"] == "changed"
     expect(page.locator(".bubble")).to_have_text("changed")
 
 
@@ -177,17 +174,12 @@ def test_an_answer_is_compared_with_another_adapter_and_the_differing_words_are_
     assert page.locator(".answer").nth(1).locator("mark").all_inner_texts() == ["Arr,", ", matey!"]
     expect(page.locator(".between")).to_contain_text("Differing words: 0 and 2")
     page.get_by_role("button", name="Mark differences").click()
-    assert page.locator("mark").count() == 0
-    assert answers(page, 2)[1] == asked["answers"]["style"]
+    assert page.locator("mark").count() == 0 and answers(page, 2)[1] == asked["answers"]["style"]
 
 
-@pytest.mark.parametrize(
-    ("other", "between", "marked"),
-    [
-        ("one two, three!", "Only punctuation differs", [",", "!"]),
-        ("four five six seven", "Most words differ: 3 of 3 and 4 of 4", []),
-    ],
-)
+@pytest.mark.parametrize(("other", "between", "marked"), [("one two, three!", "Only punctuation differs", [",", "!"]), (
+    "four five six seven", "Most words differ: 3 of 3 and 4 of 4", [],
+)])  # fmt: skip
 def test_punctuation_is_no_word_and_answers_that_share_hardly_one_are_not_marked_all_over(opened, other, between, marked):
     page = opened()
     stand_in(page, "one two three", other)
@@ -199,11 +191,10 @@ def test_punctuation_is_no_word_and_answers_that_share_hardly_one_are_not_marked
     assert [one.locator("mark").all_inner_texts() for one in page.locator(".answer").all()] == [[], marked]
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "marked"),
-    [("a b c d", "a x c y d", [["b"], ["x", "y"]]), ("same", "same", [[], []]), ("", "new words", [[], ["new words"]]),
-     ("one **two** three", "one two `three`", [[], []]), ("Über café", "Uber café", [["Über"], ["Uber"]])],
-)  # fmt: skip
+@pytest.mark.parametrize(("left", "right", "marked"), [
+    ("a b c d", "a x c y d", [["b"], ["x", "y"]]), ("same", "same", [[], []]), ("", "new words", [[], ["new words"]]),
+    ("one **two** three", "one two `three`", [[], []]), ("Über café", "Uber café", [["Über"], ["Uber"]]),
+])  # fmt: skip
 def test_words_are_compared_as_they_are_read(opened, left, right, marked):
     page = opened()
     found = page.evaluate(
@@ -329,8 +320,7 @@ def test_a_models_text_is_never_markup_and_loads_nothing(opened):
     assert text.locator("img, script, iframe, b, i, u, style, [onerror], [style]").count() == 0
     assert {one.evaluate("one => one.protocol") for one in text.locator("a").all()} == {"https:"}
     for link in text.locator("a").all():
-        assert link.get_attribute("rel") == "noopener noreferrer nofollow"
-        assert link.get_attribute("target") == "_blank"
+        assert link.get_attribute("rel") == "noopener noreferrer nofollow" and link.get_attribute("target") == "_blank"
     assert not [address for address in requested if ".example" in address]
     # What it is, is readable, and a link says where it leads.
     expect(text).to_contain_text('<script>document.title = "owned"</script>')
@@ -613,8 +603,7 @@ def test_a_long_title_leaves_its_button_in_the_list(opened):
     drawer, title = page.locator("#chats").bounding_box(), page.locator(".chat-list .open").bounding_box()
     for name in ("Rename", "Delete"):
         button = page.locator(f".chat-list [aria-label^={name}]").bounding_box()
-        assert button["x"] >= title["x"] + title["width"]
-        assert button["x"] + button["width"] <= drawer["x"] + drawer["width"]
+        assert button["x"] >= title["x"] + title["width"] and button["x"] + button["width"] <= drawer["x"] + drawer["width"]
     assert page.evaluate("document.getElementById('chats').scrollWidth <= document.getElementById('chats').clientWidth")
 
 

@@ -107,8 +107,7 @@ def test_one_chat_is_exported_with_its_branches(opened, tmp_path):
     assert len(held["chats"]) == 1 and list(held["chats"][0]["turns"][0]["later"]) == ["1"]
     shown, later = held["chats"][0]["turns"], held["chats"][0]["turns"][0]["later"]["1"]
     assert [version["text"] for version in shown[0]["slots"][0]["versions"]] == ["Red.", "Blue."]
-    assert [turn["text"] for turn in later] == ["Why?"]
-    assert later[0]["slots"][0]["versions"][0]["text"] == "Because."
+    assert [turn["text"] for turn in later] == ["Why?"] and later[0]["slots"][0]["versions"][0]["text"] == "Because."
 
 
 def test_the_gauge_shows_what_the_last_prompt_and_answer_take_of_the_context(opened):

@@ -149,8 +149,7 @@ def test_the_microphone_gives_a_wav_of_16_khz(opened):
     assert [part["type"] for part in parts] == ["input_audio", "text"]
     with wave.open(io.BytesIO(base64.b64decode(parts[0]["input_audio"]["data"]))) as found:
         assert (found.getframerate(), found.getnchannels(), found.getsampwidth()) == (16000, 1, 2)
-        assert found.getnframes() > 8000
-        assert any(found.readframes(found.getnframes()))
+        assert found.getnframes() > 8000 and any(found.readframes(found.getnframes()))
 
 
 def test_each_adapter_answers_in_its_own_voice(opened):
@@ -318,8 +317,7 @@ def test_the_load_line_shows_every_device_and_the_same_in_numbers(opened):
     page.click("#memory")
     expect(page.locator("#bars svg")).to_have_count(3)
     heads = page.locator(".bar-head").all_inner_texts()
-    assert [head.split()[0] for head in heads] == ["cpu", "host", "disk"]
-    assert "budget 116.0 MiB" in heads[0]
+    assert [head.split()[0] for head in heads] == ["cpu", "host", "disk"] and "budget 116.0 MiB" in heads[0]
     page.locator("#numbers summary").click()
     rows = dict(row.split("\t", 1) for row in page.locator("#tiers").inner_text().splitlines() if "\t" in row)
     assert rows["budget"].split("\t")[:2] == ["116.0 MiB", "2.00 GiB"]
@@ -330,11 +328,10 @@ def test_the_load_line_shows_every_device_and_the_same_in_numbers(opened):
 GIB = 2**30
 
 
-@pytest.mark.parametrize(
-    ("peak", "words", "is_over"),
-    [(2 * GIB, "peak so far 2.00 GiB", False), (7 * GIB // 2, "512.0 MiB more than planned", False),
-     (6 * GIB, "2.00 GiB over the budget", True)],
-)  # fmt: skip
+@pytest.mark.parametrize(("peak", "words", "is_over"), [
+    (2 * GIB, "peak so far 2.00 GiB", False), (7 * GIB // 2, "512.0 MiB more than planned", False),
+    (6 * GIB, "2.00 GiB over the budget", True),
+])  # fmt: skip
 def test_a_peak_is_drawn_where_it_belongs(opened, peak, words, is_over):
     """Inside the plan, beyond its end, and beyond the budget."""
 
@@ -360,8 +357,7 @@ def test_a_peak_is_drawn_where_it_belongs(opened, peak, words, is_over):
     pixels = (places["end"] - places["left"]) / (3 * GIB)
     assert places["peak"] - places["left"] == pytest.approx(peak * pixels, abs=2)
     assert places["line"] - places["left"] == pytest.approx(4 * GIB * pixels, abs=2)
-    assert (places["peak"] > places["line"]) is is_over
-    assert places["peak"] < places["left"] + places["width"]
+    assert (places["peak"] > places["line"]) is is_over and places["peak"] < places["left"] + places["width"]
     if peak > 3 * GIB:
         assert places["beyond"] == pytest.approx([places["end"], places["peak"]], abs=2)
     else:
@@ -439,8 +435,7 @@ def test_names_are_never_markup(opened):
     expect(page.locator("#adapters li", has_text=evil)).to_be_visible()
     page.click("#memory")
     expect(page.locator("#requests tbody")).to_contain_text(evil)
-    assert page.locator("img, b").count() == 0
-    assert page.title() == "trimtab"
+    assert page.locator("img, b").count() == 0 and page.title() == "trimtab"
 
 
 def break_off(listener, is_seen):

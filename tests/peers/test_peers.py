@@ -125,15 +125,13 @@ def test_llama_cpp_says_by_its_logprobs_what_it_holds(base, adapter, llama_cpp, 
 def test_llama_cpp_is_told_without_its_base_too(base, adapter, llama_cpp):
     # Without its base nothing says how much of the difference is the precision's: small faults stay open.
     mine = verify(base, adapter, llama_cpp, "mine").verdict
-    assert mine.is_as_a_whole
-    assert set(mine.unseen) <= {"another version of the adapter"}
+    assert mine.is_as_a_whole and set(mine.unseen) <= {"another version of the adapter"}
     assert verify(base, adapter, llama_cpp, "unloaded").verdict.word == "ignored"
 
 
 def test_llama_cpp_is_named_by_doctor(llama_cpp):
     identity = examine(llama_cpp).identity
-    assert set(identity.models) == {"base", "mine", "unloaded", "scaled"}
-    assert identity.kind in ("", "llama.cpp")
+    assert set(identity.models) == {"base", "mine", "unloaded", "scaled"} and identity.kind in ("", "llama.cpp")
 
 
 # transformers serve ---------------------------------------------------------------------------------------------------

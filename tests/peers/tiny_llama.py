@@ -16,11 +16,9 @@ TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|user|>"
     "{{ message.content if message.content is string else message.content[0].text }}<|end|>{% endfor %}<|model|>"
 )
-QUESTIONS = tuple(
-    f"{start} {thing}?"
-    for start in ("What is", "Who made", "Where lies", "Why is there")
-    for thing in ("the old river", "this green stone", "a small house", "the winter song", "that long road")
-)
+QUESTIONS = tuple(f"{start} {thing}?" for start in ("What is", "Who made", "Where lies", "Why is there") for thing in (
+    "the old river", "this green stone", "a small house", "the winter song", "that long road",
+))  # fmt: skip
 
 
 def build_tokenizer(vocabulary: int = 400) -> Any:

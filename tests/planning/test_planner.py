@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.anatomies import e_series, qwen3_8b, small
 from tests.examples import examples
+from tests.raised import raised, refused
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError, gib
 from trimtab.planning import Machine, Plan, Rates, blocks_of, make_plan, search
@@ -52,8 +53,7 @@ def tiers(made: Plan, part: str) -> set[str]:
 def check_within(made: Plan) -> None:
     assert made.gpu_needed_bytes <= made.gpu_budget_bytes and made.host_peak_bytes <= made.host_budget_bytes
     assert sum(n for name, n in made.gpu.items() if name not in OUTSIDE_PEAK) == made.gpu_peak_bytes
-    assert sum(made.host.values()) == made.host_peak_bytes
-    assert sum(row.disk_bytes for row in made.placements) == made.disk_bytes
+    assert sum(made.host.values()) == made.host_peak_bytes and sum(row.disk_bytes for row in made.placements) == made.disk_bytes
     in_rows = sum(row.gpu_bytes for row in made.placements)
     assert 0 <= made.gpu["weights"] + made.gpu["fixed"] - in_rows < 4096  # shared look-up tables
 
@@ -100,8 +100,7 @@ def test_decoder_layers_leave_when_towers_are_not_enough():
 def test_towers_and_table_of_e4b_leave_a_peak_below_3_6_gib():
     place = {"vision": "stream", "audio": "stream", "table": "gather"}
     asked = {"place": place, "context_tokens": 1024, "audio_s": 5, "decode": "eager"}
-    assert plan(E4B, **asked).gpu_peak_bytes < 3.6 * GIB
-    assert plan(E2B, **asked).gpu_peak_bytes < 2.0 * GIB
+    assert plan(E4B, **asked).gpu_peak_bytes < 3.6 * GIB and plan(E2B, **asked).gpu_peak_bytes < 2.0 * GIB
 
 
 def test_a_table_stays_in_its_file_when_the_host_is_short():
@@ -120,8 +119,7 @@ def test_layers_go_to_disk_when_the_host_is_short():
 
 
 def test_a_request_without_pictures_sends_the_vision_tower_away_free_of_charge():
-    made = plan(gpu=2.5, images=0)
-    assert all(row.request_s == 0 for row in made.placements if row.part == "vision")
+    assert all(row.request_s == 0 for row in plan(gpu=2.5, images=0).placements if row.part == "vision")
 
 
 def test_a_slow_link_prefers_the_host_tier():
@@ -187,8 +185,7 @@ def test_rows_of_a_table_made_of_several_tensors_cannot_stay_in_the_file():
 
 def test_on_the_cpu_nothing_is_rounded_and_there_is_no_context():
     made = plan(machine=CPU)
-    assert made.gpu["cuda_context"] == made.gpu["allocator_reserve"] == 0
-    assert set(made.tiers().values()) == {"resident"}
+    assert made.gpu["cuda_context"] == made.gpu["allocator_reserve"] == 0 and set(made.tiers().values()) == {"resident"}
     exact = sum(block.movable_bytes + block.fixed_bytes for block in blocks_of(E2B, "nf4-dq"))
     assert made.gpu["weights"] + made.gpu["fixed"] == exact + 64 + 1024  # the two shared look-up tables
     check_within(made)
@@ -202,20 +199,16 @@ def test_on_the_cpu_both_budgets_come_from_one_memory():
 
 
 def test_a_cpu_without_enough_memory_names_the_sum_that_would_do():
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(machine=replace(CPU, host_available_bytes=2 * GIB), place={"*": "resident"})
-    enough = caught.value.needed_bytes
+    error = raised(DoesNotFitError, lambda: plan(machine=replace(CPU, host_available_bytes=2 * GIB), place={"*": "resident"}))
+    enough = error.needed_bytes
     made = plan(machine=replace(CPU, host_available_bytes=enough), place={"*": "resident"})
-    assert caught.value.device == "memory" and made.gpu_needed_bytes + made.host_peak_bytes == enough
+    assert error.device == "memory" and made.gpu_needed_bytes + made.host_peak_bytes == enough
 
 
-@pytest.mark.parametrize(
-    ("machine", "asked"),
-    [
-        (GPU, {}), (GPU, {"gpu": 4, "host": 1.3}), (GPU, {"context_tokens": 64, "quant": "int8", "images": 0, "audio_s": 0.0}),
-        (GPU, {"gpu": 8, "host": 16, "prefix_cache_bytes": GIB}), (CPU, {}), (CPU, {"quant": "int8", "batch": 4}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("machine", "asked"), [
+    (GPU, {}), (GPU, {"gpu": 4, "host": 1.3}), (GPU, {"context_tokens": 64, "quant": "int8", "images": 0, "audio_s": 0.0}),
+    (GPU, {"gpu": 8, "host": 16, "prefix_cache_bytes": GIB}), (CPU, {}), (CPU, {"quant": "int8", "batch": 4}),
+])  # fmt: skip
 def test_verdict_table_narrow_text_and_picture_of_a_plan_say_the_same_bytes(machine, asked):
     made = plan(E2B, machine=machine, **asked)
     device, host, *others = bars_of(made)
@@ -271,24 +264,17 @@ def test_a_step_on_a_cpu_reads_each_form_of_weight_at_its_own_rate():
 
 @pytest.mark.parametrize(("machine", "budgets"), [(CPU, {}), (CPU, {"host": 80}), (GPU, {"gpu": 8, "host": 80})])
 def test_a_prefix_cache_that_does_not_fit_is_named(machine, budgets):
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(machine=machine, prefix_cache_bytes=900 * GIB, is_advised=True, **budgets)
-    error = caught.value
+    error = raised(DoesNotFitError, plan, machine=machine, prefix_cache_bytes=900 * GIB, is_advised=True, **budgets)
     assert error.device in ("memory", "host") and error.needed_bytes > 900 * GIB
     assert (error.option, error.option_bytes) == ("no prefix cache", 0)
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(machine=CPU, host=1, is_advised=True)
-    assert "prefix cache" not in str(caught.value)
+    assert "prefix cache" not in str(raised(DoesNotFitError, plan, machine=CPU, host=1, is_advised=True))
 
 
-@pytest.mark.parametrize(
-    ("gpu", "host", "asked"),
-    [(1, 16, {}), (1, 1.3, {}), (2, 1.2, {"context_tokens": 65536}), (2, 16, {"place": {"*": "resident"}})],
-)
+@pytest.mark.parametrize(("gpu", "host", "asked"), [
+    (1, 16, {}), (1, 1.3, {}), (2, 1.2, {"context_tokens": 65536}), (2, 16, {"place": {"*": "resident"}}),
+])  # fmt: skip
 def test_the_smallest_device_budget_is_named_to_the_byte(gpu, host, asked):
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(gpu=gpu, host=host, **asked)
-    error = caught.value
+    error = raised(DoesNotFitError, plan, gpu=gpu, host=host, **asked)
     assert error.device == "cuda:0" and error.budget_bytes == gpu * GIB
     check_within(plan(gpu=error.needed_bytes / GIB, host=host, **asked))
     with pytest.raises(DoesNotFitError):
@@ -297,9 +283,7 @@ def test_the_smallest_device_budget_is_named_to_the_byte(gpu, host, asked):
 
 @pytest.mark.parametrize("asked", [{}, {"place": {"language": "stream"}}, {"place": {"table": "gather"}}])
 def test_the_smallest_host_budget_is_named_to_the_byte(asked):
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(gpu=4, host=1, **asked)
-    error = caught.value
+    error = raised(DoesNotFitError, plan, gpu=4, host=1, **asked)
     assert error.device == "host" and f"(host_memory='{-(-error.needed_bytes // MIB)}MiB')" in str(error)
     check_within(plan(gpu=4, host=error.needed_bytes / GIB, **asked))
     with pytest.raises(DoesNotFitError):
@@ -307,9 +291,7 @@ def test_the_smallest_host_budget_is_named_to_the_byte(asked):
 
 
 def test_when_both_are_short_both_are_named():
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(gpu=1, host=1)
-    error = caught.value
+    error = raised(DoesNotFitError, plan, gpu=1, host=1)
     assert error.device == "cuda:0" and error.needs_both
     gpu, host = (int(count) / 1024 for count in re.findall(r"_memory='(\d+)MiB'", str(error)))
     check_within(plan(gpu=gpu, host=host))
@@ -318,10 +300,9 @@ def test_when_both_are_short_both_are_named():
 
 
 def test_a_spill_folder_without_room_is_named():
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(place={"audio": "disk"}, disk=MIB)
-    needed = caught.value.needed_bytes
-    assert caught.value.device == "disk" and plan(place={"audio": "disk"}, disk=needed).disk_bytes == needed
+    error = raised(DoesNotFitError, plan, place={"audio": "disk"}, disk=MIB)
+    needed = error.needed_bytes
+    assert error.device == "disk" and plan(place={"audio": "disk"}, disk=needed).disk_bytes == needed
 
 
 def test_a_refusal_is_one_sentence_whose_budget_and_option_do_plan():
@@ -340,9 +321,7 @@ def test_a_refusal_is_one_sentence_whose_budget_and_option_do_plan():
 
 
 def test_where_no_change_is_enough_the_one_that_lowers_the_budget_most_is_named_with_that_budget():
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(gpu=0.5, context_tokens=65536, is_advised=True)
-    error = caught.value
+    error = raised(DoesNotFitError, plan, gpu=0.5, context_tokens=65536, is_advised=True)
     assert error.option == "context=256" and str(error).endswith(f", which helps most, {gib(error.option_bytes)} are enough")
     plan(gpu=error.option_bytes / GIB, context_tokens=256)
     with pytest.raises(DoesNotFitError):
@@ -404,9 +383,7 @@ def test_a_host_that_cannot_even_hold_the_process_is_refused_without_a_search(mo
     looked_at: list[int] = []
     real = search._Destinations.least_run_bytes
     monkeypatch.setattr(search._Destinations, "least_run_bytes", lambda *given: looked_at.append(1) or real(*given))
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(E4B, gpu=6, host=1, context_tokens=8192)
-    assert caught.value.device == "host" and len(looked_at) < 1000
+    assert raised(DoesNotFitError, plan, E4B, gpu=6, host=1, context_tokens=8192).device == "host" and len(looked_at) < 1000
 
 
 def test_budgets_bound_what_is_tried_on_a_gpu(monkeypatch):
@@ -523,8 +500,7 @@ def test_a_disk_that_holds_some_blocks_but_not_all_lowers_the_smallest_budget(na
         items = [_layer(size, 1.0) for size in sizes[:count]]
         search = Search(items, limits)
         smallest = search.smallest_host_bytes() if name == "host_budget_bytes" else search.smallest_total_bytes()
-        assert smallest is not None
-        assert Search(items, replace(limits, **{name: smallest})).best() is not None
+        assert smallest is not None and Search(items, replace(limits, **{name: smallest})).best() is not None
         assert Search(items, replace(limits, **{name: smallest - 1})).best() is None
 
 
@@ -579,42 +555,34 @@ def values(**changed):
     return json.loads(json.dumps(plan().to_json())) | changed
 
 
-@pytest.mark.parametrize(
-    ("changed", "field"),
-    [
-        ({"version": 99}, "plan.version"), ({"surprise": 1}, "plan.surprise"),
-        ({"placements": [{"surprise": 1}]}, "plan.placements[0].surprise"),
-        ({"placements": [{"block_path": "a"}]}, "plan.placements[0].disk_bytes"),
-        ({"rates": {"warp_Bps": 1}}, "plan.rates.warp_Bps"), ({"request": {"model": "m", "surprise": 1}}, "plan.request.surprise"),
-        ({"gpu_peak_bytes": "many"}, "plan.gpu_peak_bytes"), ({"disk_bytes": -1}, "plan.disk_bytes"),
-        ({"placements": 3}, "plan.placements"), ({"checkpoint_stamps": [["a", 1]]}, "plan.checkpoint_stamps[0]"),
-        ({"gpu": []}, "plan.gpu"), ({"gpu": {"weights": -1}}, "plan.gpu.weights"), ({"gpu": {"weights": True}}, "plan.gpu.weights"),
-        ({"gpu_budget_bytes": 2**80}, "plan.gpu_budget_bytes"), ({"gpu_budget_bytes": 1.5}, "plan.gpu_budget_bytes"),
-        ({"execution_device": "cuda:0; rm"}, "plan.execution_device"), ({"prefill_tokens": 0}, "plan.prefill_tokens"),
-        ({"model_class": None}, "plan.model_class"), ({"adapter_stamps": {"a": [["f", "1", 2]]}}, "plan.adapter_stamps.a[0][1]"),
-        ({"version": 3}, "plan.version"), ({"version": "4"}, "plan.version"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changed", "field"), [
+    ({"version": 99}, "plan.version"), ({"surprise": 1}, "plan.surprise"),
+    ({"placements": [{"surprise": 1}]}, "plan.placements[0].surprise"),
+    ({"placements": [{"block_path": "a"}]}, "plan.placements[0].disk_bytes"),
+    ({"rates": {"warp_Bps": 1}}, "plan.rates.warp_Bps"), ({"request": {"model": "m", "surprise": 1}}, "plan.request.surprise"),
+    ({"gpu_peak_bytes": "many"}, "plan.gpu_peak_bytes"), ({"disk_bytes": -1}, "plan.disk_bytes"),
+    ({"placements": 3}, "plan.placements"), ({"checkpoint_stamps": [["a", 1]]}, "plan.checkpoint_stamps[0]"),
+    ({"gpu": []}, "plan.gpu"), ({"gpu": {"weights": -1}}, "plan.gpu.weights"), ({"gpu": {"weights": True}}, "plan.gpu.weights"),
+    ({"gpu_budget_bytes": 2**80}, "plan.gpu_budget_bytes"), ({"gpu_budget_bytes": 1.5}, "plan.gpu_budget_bytes"),
+    ({"execution_device": "cuda:0; rm"}, "plan.execution_device"), ({"prefill_tokens": 0}, "plan.prefill_tokens"),
+    ({"model_class": None}, "plan.model_class"), ({"adapter_stamps": {"a": [["f", "1", 2]]}}, "plan.adapter_stamps.a[0][1]"),
+    ({"version": 3}, "plan.version"), ({"version": "4"}, "plan.version"),
+])  # fmt: skip
 def test_what_is_not_a_plan_is_refused_by_its_field(changed, field):
-    with pytest.raises(RequestError) as caught:
-        Plan.from_json(values(**changed))
-    assert caught.value.field == field
+    assert refused(lambda: Plan.from_json(values(**changed))).field == field
 
 
 def test_a_missing_key_is_refused():
     short = values()
     del short["staging_slots"]
-    with pytest.raises(RequestError) as caught:
-        Plan.from_json(short)
-    assert caught.value.field == "plan.staging_slots"
+    assert refused(Plan.from_json, short).field == "plan.staging_slots"
 
 
 def test_an_unknown_tier_in_a_file_is_refused():
     bad = values()
     bad["placements"][0]["tier"] = "moon"
-    with pytest.raises(RequestError) as caught:
-        Plan.from_json(bad)
-    assert caught.value.field == "plan.placements[0].tier" and caught.value.value == "moon"
+    error = refused(Plan.from_json, bad)
+    assert error.field == "plan.placements[0].tier" and error.value == "moon"
 
 
 def test_a_json_list_is_not_a_plan():
@@ -626,15 +594,11 @@ def test_a_json_list_is_not_a_plan():
 def test_a_file_that_is_no_plan_is_refused_with_its_path(tmp_path, text):
     path = tmp_path / "plan.json"
     path.write_text(text)
-    with pytest.raises(CheckpointError) as caught:
-        Plan.load(path)
-    assert caught.value.path == str(path)
+    assert raised(CheckpointError, Plan.load, path).path == str(path)
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):
-    with pytest.raises(RequestError) as caught:
-        plan().save(tmp_path / "absent" / "plan.json")
-    assert caught.value.field == "save"
+    assert refused(lambda: plan().save(tmp_path / "absent" / "plan.json")).field == "save"
 
 
 def test_a_missing_file_is_refused_with_its_path(tmp_path):

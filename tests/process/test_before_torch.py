@@ -22,10 +22,9 @@ def group(folder: Path, **files: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("text", "cores"),
-    [("200000 100000", 2), ("150000 100000", 1), ("50000 100000", 1), ("max 100000", None), ("", None), ("x y", None)],
-)
+@pytest.mark.parametrize(("text", "cores"), [
+    ("200000 100000", 2), ("150000 100000", 1), ("50000 100000", 1), ("max 100000", None), ("", None), ("x y", None),
+])  # fmt: skip
 def test_a_quota_is_whole_cores(tmp_path: Path, text: str, cores: int | None) -> None:
     group(tmp_path / "cg", cpu__max=text)
     assert before_torch.quota_cores(tmp_path / "cg", tmp_path / "none") == cores
@@ -48,11 +47,10 @@ def test_the_first_version_of_control_groups_is_read_too(tmp_path: Path) -> None
     assert before_torch.quota_cores(tmp_path / "cg", member) == 4
 
 
-@pytest.mark.parametrize(
-    ("cores", "quota", "load", "expected"),
-    [(8, None, 0.4, None), (8, 3, 0.4, 3), (8, None, 2.9, 6), (8, 3, 2.9, 1), (2, None, 17.9, 1), (1, None, 9.0, None),
-     (1, None, 0.0, None), (4, 16, 0.0, None)],
-)  # fmt: skip
+@pytest.mark.parametrize(("cores", "quota", "load", "expected"), [
+    (8, None, 0.4, None), (8, 3, 0.4, 3), (8, None, 2.9, 6), (8, 3, 2.9, 1), (2, None, 17.9, 1), (1, None, 9.0, None),
+    (1, None, 0.0, None), (4, 16, 0.0, None),
+])  # fmt: skip
 def test_threads_have_cores_of_their_own(
     monkeypatch: pytest.MonkeyPatch, cores: int, quota: int | None, load: float, expected: int | None
 ) -> None:
@@ -64,14 +62,11 @@ def test_threads_have_cores_of_their_own(
     assert (before_torch.choose(beside_others=False) or cores) == alone
 
 
-@pytest.mark.parametrize(
-    ("asked", "environ", "expected"),
-    [
-        (3, {}, "3"), (3, {"TRIMTAB_THREADS": "5"}, "3"), (None, {"TRIMTAB_THREADS": "5"}, "5"),
-        (None, {"TRIMTAB_THREADS": "5", "OMP_NUM_THREADS": "7"}, "5"), (None, {"OMP_NUM_THREADS": "7"}, "7"),
-        (2, {"OMP_NUM_THREADS": "7"}, "2"), (None, {}, "4"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("asked", "environ", "expected"), [
+    (3, {}, "3"), (3, {"TRIMTAB_THREADS": "5"}, "3"), (None, {"TRIMTAB_THREADS": "5"}, "5"),
+    (None, {"TRIMTAB_THREADS": "5", "OMP_NUM_THREADS": "7"}, "5"), (None, {"OMP_NUM_THREADS": "7"}, "7"),
+    (2, {"OMP_NUM_THREADS": "7"}, "2"), (None, {}, "4"),
+])  # fmt: skip
 def test_a_flag_comes_first_then_our_variable_then_openmps(
     monkeypatch: pytest.MonkeyPatch, asked: int | None, environ: dict[str, str], expected: str
 ) -> None:

@@ -63,38 +63,32 @@ def growth(work: Callable[[int], object], size: int) -> float:
     return taken_s(16 * size) / taken_s(size)
 
 
-@pytest.mark.parametrize(
-    ("work", "size"),
-    [
-        (lambda n: plain_text("│" + " " * n + "x"), 1250),
-        (lambda n: plain_text("│" + "─" * n), 500),
-        (lambda n: plain_text("│" + "──x" * n), 500),
-        (lambda n: _versions("torch:" + " " * n + "x"), 500),
-        (lambda n: redact.scrubbed("/a" * n), 500),
-        (lambda n: redact.clean("/peft/a" * n), 500),
-        (lambda n: _NOISE.search("0" * n), 750),
-        (lambda n: reason_of("ERROR: " + "a" * n), 750),
-        (lambda n: _SIZE.fullmatch("1" + " " * n + "!"), 750),
-        (lambda n: _ZERO.fullmatch("0" + " " * n + "!"), 750),
-        (lambda n: call_values.tagged_arguments("<parameter=" * n + "</parameter>", None), 1250),
-        (lambda n: call_values.tagged_arguments_prefix("<parameter=a>" * n + "</parameter>", None), 500),
-    ],
-    ids=[
-        "spaces", "rule", "rules", "version", "packages", "files", "digits", "address", "size", "zero", "tags",
-        "opened tags",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("work", "size"), [
+    (lambda n: plain_text("│" + " " * n + "x"), 1250),
+    (lambda n: plain_text("│" + "─" * n), 500),
+    (lambda n: plain_text("│" + "──x" * n), 500),
+    (lambda n: _versions("torch:" + " " * n + "x"), 500),
+    (lambda n: redact.scrubbed("/a" * n), 500),
+    (lambda n: redact.clean("/peft/a" * n), 500),
+    (lambda n: _NOISE.search("0" * n), 750),
+    (lambda n: reason_of("ERROR: " + "a" * n), 750),
+    (lambda n: _SIZE.fullmatch("1" + " " * n + "!"), 750),
+    (lambda n: _ZERO.fullmatch("0" + " " * n + "!"), 750),
+    (lambda n: call_values.tagged_arguments("<parameter=" * n + "</parameter>", None), 1250),
+    (lambda n: call_values.tagged_arguments_prefix("<parameter=a>" * n + "</parameter>", None), 500),
+],
+ids=[
+    "spaces", "rule", "rules", "version", "packages", "files", "digits", "address", "size", "zero", "tags",
+    "opened tags",
+])  # fmt: skip
 def test_the_time_of_a_text_does_not_grow_with_the_square_of_its_length(work: Callable[[int], object], size: int) -> None:
     assert growth(work, size) < LIMIT
 
 
-@pytest.mark.parametrize(
-    ("calls", "opening", "token"),
-    [
-        (None, "<think>", " " * 16), ("hermes", '<tool_call>{"name": "f", "arguments": {}}', " " * 16),
-        ("gemma4", "<|tool_call>call:", "a" * 16), ("qwen-xml", "<tool_call><function=", "a" * 16),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("calls", "opening", "token"), [
+    (None, "<think>", " " * 16), ("hermes", '<tool_call>{"name": "f", "arguments": {}}', " " * 16),
+    ("gemma4", "<|tool_call>call:", "a" * 16), ("qwen-xml", "<tool_call><function=", "a" * 16),
+])  # fmt: skip
 def test_a_token_of_a_long_answer_costs_what_one_of_a_short_answer_does(calls: str | None, opening: str, token: str) -> None:
     def read(tokens: int) -> None:
         reader = AnswerReader(AnswerForm(calls, ("<think>", "</think>")), functions={"f": {}})
@@ -106,10 +100,9 @@ def test_a_token_of_a_long_answer_costs_what_one_of_a_short_answer_does(calls: s
 
 
 @pytest.mark.parametrize("piece", [1, 7, 10**6])
-@pytest.mark.parametrize(
-    ("calls", "body"),
-    [("hermes", '{"name": "f", "arguments": {}}'), ("gemma4", "call:f{}"), ("qwen-xml", "<function=f></function>")],
-)
+@pytest.mark.parametrize(("calls", "body"), [
+    ("hermes", '{"name": "f", "arguments": {}}'), ("gemma4", "call:f{}"), ("qwen-xml", "<function=f></function>"),
+])  # fmt: skip
 def test_a_mark_that_comes_in_pieces_after_a_long_wait_is_found(calls: str, body: str, piece: int) -> None:
     opening, close = CALL_MARKS[calls]
     text = f"so{' ' * HEAD_LETTERS}{opening}{' ' * 500}{body}{close} and {close[:-1]} on"

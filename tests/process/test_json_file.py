@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import ROOT
+from tests.raised import raised
 from trimtab.errors import CheckpointError
 from trimtab.process import json_file
 from trimtab.process.json_file import KINDS, JsonError, count, parse, read_bytes, read_json, read_object
@@ -107,12 +108,9 @@ def test_strings_are_neither_values_nor_levels():
     assert parse(text, "config.json")["b\\"] == ['"' * 9, "\\", "x"]
 
 
-@given(
-    st.recursive(
-        st.none() | st.text(alphabet='"\\{}[],a'),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(alphabet='"\\{}[],a'), inner),
-    )
-)
+@given(st.recursive(st.none() | st.text(alphabet='"\\{}[],a'), lambda inner: st.lists(inner) | st.dictionaries(
+    st.text(alphabet='"\\{}[],a'), inner,
+)))  # fmt: skip
 def test_the_structure_is_what_is_left_without_strings(value):
     def shape(one):
         if isinstance(one, list):
@@ -136,16 +134,14 @@ def test_depth_is_counted(depth: int, is_read: bool):
                 parse(raw, "plan")
 
 
-@pytest.mark.parametrize("kind", ["header", "tokenizer", "index"])
-def test_depth_without_a_limit_is_no_recursion_error(kind: str):
-    with pytest.raises(JsonError, match="nested too deep"):
-        parse(b"[" * 100_000 + b"]" * 100_000, kind)
-
-
-@pytest.mark.parametrize("text", [b"\xff{}", b'{"a": ' + b"9" * 5000 + b"}", b"{", b"", b'{"a" 1}'])
-def test_what_is_no_json_is_one_error(text: bytes):
-    with pytest.raises(JsonError, match="not JSON"):
-        parse(text, "plan")
+@pytest.mark.parametrize(("text", "kind", "words"), [
+    *((text, "plan", "not JSON") for text in (b"\xff{}", b'{"a": ' + b"9" * 5000 + b"}", b"{", b"", b'{"a" 1}')),
+    *((b"[" * 100_000 + b"]" * 100_000, kind, "nested too deep") for kind in ("header", "tokenizer", "index")),
+    (b'{"a": 1, "a": 2}', "option", "'a' is given twice"),
+], ids=["UTF-8", "a long number", "cut", "empty", "no colon", "header", "tokenizer", "index", "a key twice"])  # fmt: skip
+def test_what_is_no_json_is_one_error(text: bytes, kind: str, words: str):
+    with pytest.raises(JsonError, match=words):
+        parse(text, kind)
 
 
 def test_digits_are_counted_where_python_does_not(monkeypatch: pytest.MonkeyPatch):
@@ -162,11 +158,6 @@ def test_numbers_of_an_adapter_are_finite(text: bytes):
     assert "a" in parse(text, "config.json")  # Mamba's configs hold Infinity
 
 
-def test_a_key_given_twice_is_refused_where_a_user_wrote_it():
-    with pytest.raises(JsonError, match="'a' is given twice"):
-        parse(b'{"a": 1, "a": 2}', "option")
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in the file system")
 def test_a_pipe_is_no_file(tmp_path: Path):
     os.mkfifo(tmp_path / "config.json")
@@ -181,9 +172,7 @@ def test_a_folder_a_device_and_a_missing_file_are_refused(tmp_path: Path):
         (tmp_path / "b", "No such file"),
         (tmp_path / "\0", "null"),
     ):
-        with pytest.raises(CheckpointError, match=words) as caught:
-            read_object(path, "config.json")
-        assert caught.value.path == str(path)
+        assert raised(CheckpointError, read_object, path, "config.json", match=words).path == str(path)
     if os.path.exists("/dev/zero"):
         with pytest.raises(JsonError, match="no plain file"):
             read_bytes("/dev/zero", "plan")
@@ -204,6 +193,4 @@ def test_files_that_transformers_opens_are_held_to_limits(name: str, tmp_path: P
     json_file.check_files(tmp_path)
     with (tmp_path / name).open("wb") as file:
         file.truncate(2**31)
-    with pytest.raises(CheckpointError, match="too large") as caught:
-        json_file.check_files(tmp_path)
-    assert caught.value.path == str(tmp_path / name)
+    assert raised(CheckpointError, json_file.check_files, tmp_path, match="too large").path == str(tmp_path / name)

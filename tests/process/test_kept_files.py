@@ -40,10 +40,8 @@ def read(path, key="key"):
 @needs_owners
 def test_a_new_folder_and_its_files_are_the_user_s_alone(base):
     path = written(base)
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
-    assert read(path) == b"contents"
+    assert path.parent.stat().st_mode & 0o777 == 0o700 and path.stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in path.parent.iterdir()] == [path.name] and read(path) == b"contents"
 
 
 @settings(max_examples=30)
@@ -51,8 +49,7 @@ def test_a_new_folder_and_its_files_are_the_user_s_alone(base):
 def test_what_was_written_comes_back_for_its_key_alone(tmp_path_factory, contents, key, other):
     path = tmp_path_factory.mktemp("own") / "file"
     write_own(path, key, contents)
-    assert read(path, key) == contents
-    assert (read(path, other) == contents) == (other == key)
+    assert read(path, key) == contents and (read(path, other) == contents) == (other == key)
 
 
 @settings(max_examples=examples(60))
@@ -78,8 +75,7 @@ def test_a_file_under_another_name_is_not_that_one(base):
 
 
 def test_more_bytes_than_allowed_are_not_read(base):
-    assert read(written(base, b"x" * 100)) == b"x" * 100
-    assert read(written(base, b"x" * 101)) is None
+    assert read(written(base, b"x" * 100)) == b"x" * 100 and read(written(base, b"x" * 101)) is None
 
 
 @needs_owners

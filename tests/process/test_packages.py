@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import trimtab.demo as demo
+from tests.raised import raised
 from trimtab.errors import RequestError
 from trimtab.process import packages
 
@@ -57,9 +58,8 @@ def test_the_doctor_says_what_it_cannot_probe_before_it_begins() -> None:
 def test_what_is_missing_is_found_without_importing_it() -> None:
     assert packages.missing(("json", "no_such_package_here", "peft")) == ("no_such_package_here",)
     packages.check_installed(packages.STOCK, field="against", value="stock")
-    with pytest.raises(RequestError) as caught:
-        packages.check_installed(("no_such_package_here",), field="against", value="stock")
-    assert caught.value.hint == "pip install no_such_package_here"
+    error = raised(RequestError, packages.check_installed, ("no_such_package_here",), field="against", value="stock")
+    assert error.hint == "pip install no_such_package_here"
 
 
 def test_what_the_commands_need_is_installed_by_default_and_old_extras_stay() -> None:

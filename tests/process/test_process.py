@@ -12,7 +12,7 @@ import pytest
 
 from tests import waiting
 from tests.process import toy_work
-from trimtab.errors import RequestError
+from tests.raised import refused
 from trimtab.process import child as inside
 from trimtab.process import runner as process
 
@@ -39,17 +39,14 @@ def work(monkeypatch, tmp_path):
 def test_what_was_told_comes_back_in_order_and_as_it_is_said():
     heard = []
     found = process.run_inside(WORK, {"do": "tell", "count": 3}, on_event=heard.append)
-    assert found.ended == "done"
-    assert found.exit_code == 0
-    assert list(found.lines) == heard == [{"line": 0}, {"line": 1}, {"line": 2}]
-    assert found.stdout == "to stdout\n"
+    assert found.ended == "done" and found.exit_code == 0
+    assert list(found.lines) == heard == [{"line": 0}, {"line": 1}, {"line": 2}] and found.stdout == "to stdout\n"
     assert found.stderr == "to stderr\n"
 
 
 def test_an_exception_leaves_what_was_said_before_it():
     found = process.run_inside(WORK, {"do": "fail", "count": 1})
-    assert (found.ended, found.lines) == ("failed", ({"line": 0},))
-    assert "ZeroDivisionError" in found.stderr
+    assert (found.ended, found.lines) == ("failed", ({"line": 0},)) and "ZeroDivisionError" in found.stderr
 
 
 def test_a_hang_is_killed_at_the_limit_with_its_children():
@@ -74,8 +71,7 @@ def test_the_child_ends_by_itself_when_its_parent_is_killed():
 
 def test_too_much_memory_is_killed_and_said():
     found = process.run_inside(WORK, {"do": "eat"}, memory_bytes=300 * 2**20, timeout_s=60)
-    assert found.ended == "oom-host"
-    assert found.peak_host_bytes > 300 * 2**20
+    assert found.ended == "oom-host" and found.peak_host_bytes > 300 * 2**20
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -90,9 +86,8 @@ def test_an_early_exit_is_not_taken_for_done():
 
 
 def test_an_interpreter_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(RequestError) as caught:
-        process.run_inside(WORK, {}, python=tmp_path / "python")
-    assert (caught.value.field, caught.value.value) == ("python", str(tmp_path / "python"))
+    error = refused(process.run_inside, WORK, {}, python=tmp_path / "python")
+    assert (error.field, error.value) == ("python", str(tmp_path / "python"))
 
 
 def test_a_module_outside_trimtab_is_refused(tmp_path):

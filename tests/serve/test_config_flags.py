@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests import ROOT
+from tests.raised import raised
 from trimtab.cli.commands.serve import configured, served_models, settings_of
 from trimtab.cli.main import main, parser
 from trimtab.errors import CheckpointError, RequestError
@@ -146,40 +147,34 @@ def test_a_file_may_hold_several_models(tmp_path):
     assert [(one.name, one.rows, list(one.adapters)) for one in models] == [("a", None, []), ("b", 2, ["style"])]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("prot = 1", "unknown key 'prot' (did you mean port"), ("[limit]\nn = 1", "unknown key 'limit' (did you mean limits"),
-        ("port = '1'", "port: must be an integer"), ("timeout = true", "timeout: must be a number"),
-        ("lenient = 1", "lenient: must be true or false"), ("keep = 'style'", 'keep: must be a list of texts, such as ["..."]'),
-        ("place = 'host'", "place: must be a list of texts or a table"),
-        ("name = []", "name: must be a text"), ("limits = 3", "limits: must be a table"),
-        ("[limits]\nn = '3'", "limits.n: must be"), ("color = 'red'", "color: must be auto, always, never"),
-        ("[keys.a]\nconcurrent = 1", "give either key or key_file"), ("[keys.a]\nkey = 'k'\nkeys = 1", "keys.a: "),
-        ("[keys.a]\nkey_file = 'none'", "cannot be read"), ("[keys.a]\nkey = ''", "holds no key"),
-        ("[keys.a]\nkey = 'k'\n[keys.b]\nkey = 'k'", "has the key of a"),
-        ("[keys.a]\nkey = 'k'\nconcurrent = 0", "keys.a: "), ("model = 'x'\n[models.a]\npath = 'x'", "give either"),
-        ("config = 'other.toml'", "unknown key 'config'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "words"), [
+    ("prot = 1", "unknown key 'prot' (did you mean port"), ("[limit]\nn = 1", "unknown key 'limit' (did you mean limits"),
+    ("port = '1'", "port: must be an integer"), ("timeout = true", "timeout: must be a number"),
+    ("lenient = 1", "lenient: must be true or false"), ("keep = 'style'", 'keep: must be a list of texts, such as ["..."]'),
+    ("place = 'host'", "place: must be a list of texts or a table"),
+    ("name = []", "name: must be a text"), ("limits = 3", "limits: must be a table"),
+    ("[limits]\nn = '3'", "limits.n: must be"), ("color = 'red'", "color: must be auto, always, never"),
+    ("[keys.a]\nconcurrent = 1", "give either key or key_file"), ("[keys.a]\nkey = 'k'\nkeys = 1", "keys.a: "),
+    ("[keys.a]\nkey_file = 'none'", "cannot be read"), ("[keys.a]\nkey = ''", "holds no key"),
+    ("[keys.a]\nkey = 'k'\n[keys.b]\nkey = 'k'", "has the key of a"),
+    ("[keys.a]\nkey = 'k'\nconcurrent = 0", "keys.a: "), ("model = 'x'\n[models.a]\npath = 'x'", "give either"),
+    ("config = 'other.toml'", "unknown key 'config'"),
+])  # fmt: skip
 def test_what_is_wrong_is_said_by_name(tmp_path, text, words):
-    with pytest.raises(CheckpointError) as caught:
-        options_of(tmp_path, text)
-    assert words in str(caught.value) and caught.value.path == str(tmp_path / "serve.toml")
+    error = raised(CheckpointError, options_of, tmp_path, text)
+    assert words in str(error) and error.path == str(tmp_path / "serve.toml")
 
 
 def test_everything_that_is_wrong_is_said_at_once(tmp_path):
-    with pytest.raises(CheckpointError, match="4 problems") as caught:
-        options_of(tmp_path, "prot = 1\nport = 'x'\n[limits]\nimage_pixel = 1")
-    assert "has no model" in str(caught.value)
-    assert "limits.image_pixel: unknown limit (did you mean image_pixels" in str(caught.value)
+    error = raised(CheckpointError, options_of, tmp_path, "prot = 1\nport = 'x'\n[limits]\nimage_pixel = 1", match="4 problems")
+    assert "has no model" in str(error)
+    assert "limits.image_pixel: unknown limit (did you mean image_pixels" in str(error)
 
 
 def test_a_key_is_never_repeated(tmp_path):
     text = "[keys.a]\nkey = 'a-secret'\n[keys.b]\nkey = 'a-secret'\nconcurent = 1"
-    with pytest.raises(CheckpointError) as caught:
-        options_of(tmp_path, text)
-    assert "concurrent" in str(caught.value) and "a-secret" not in str(caught.value)
+    error = raised(CheckpointError, options_of, tmp_path, text)
+    assert "concurrent" in str(error) and "a-secret" not in str(error)
 
 
 @pytest.mark.parametrize(("text", "kind"), [("port =", CheckpointError), (None, RequestError)])
@@ -187,9 +182,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, text, kind):
     file = tmp_path / "serve.toml"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(kind) as caught:
-        configured(parser().parse_args(["serve", "--config", str(file)]))
-    assert "serve.toml" in str(caught.value)
+    assert "serve.toml" in str(raised(kind, lambda: configured(parser().parse_args(["serve", "--config", str(file)]))))
 
 
 def test_the_file_in_the_docs_is_read(tmp_path):
@@ -249,17 +242,14 @@ def said(capsys, tmp_path, text, *flags):
     return capsys.readouterr().err.removeprefix("trimtab: ").strip(), code, str(file)
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        ('gpu_memory = "4"', "FILE: gpu_memory = 4: needs a unit"), ("context = 0", "FILE: context = 0: must be an integer"),
-        ("timeout = -1", "FILE: timeout = -1: must be above zero"), ("queue = 0", "FILE: queue = 0: must be at least 1"),
-        ("[limits]\nimage_pixels = -1", "FILE: limits.image_pixels = -1: must be above zero"),
-        ('[adapters]\n"a b" = "x"', "FILE: adapters = a b: an adapter name"),
-        ('decode = "graph"\neager = true', "FILE: decode = graph: cannot be combined with eager: both"),
-        ('host = "1.2.3.4"', "Give api_key (or TRIMTAB_API_KEY)"), ("gpus_per_replica = 0.5", "has no effect without ray"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("lines", "expected"), [
+    ('gpu_memory = "4"', "FILE: gpu_memory = 4: needs a unit"), ("context = 0", "FILE: context = 0: must be an integer"),
+    ("timeout = -1", "FILE: timeout = -1: must be above zero"), ("queue = 0", "FILE: queue = 0: must be at least 1"),
+    ("[limits]\nimage_pixels = -1", "FILE: limits.image_pixels = -1: must be above zero"),
+    ('[adapters]\n"a b" = "x"', "FILE: adapters = a b: an adapter name"),
+    ('decode = "graph"\neager = true', "FILE: decode = graph: cannot be combined with eager: both"),
+    ('host = "1.2.3.4"', "Give api_key (or TRIMTAB_API_KEY)"), ("gpus_per_replica = 0.5", "has no effect without ray"),
+])  # fmt: skip
 def test_an_error_names_the_key_of_the_file(tmp_path, capsys, monkeypatch, lines, expected):
     monkeypatch.delenv("TRIMTAB_API_KEY", raising=False)
     text, code, file = said(capsys, tmp_path, f'model = "{DEMO / "base"}"\n{lines}')
@@ -282,10 +272,9 @@ def test_an_error_in_a_models_table_names_its_key(tmp_path, capsys):
         assert expected in text and "--" not in text and code == 3
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [("--timeout", "-1.0"), ("--queue", "0"), ("--grace", "-1.0"), ("--idle-unload", "-1.0"), ("--limit", "n=-1")],
-)
+@pytest.mark.parametrize(("flag", "value"), [
+    ("--timeout", "-1.0"), ("--queue", "0"), ("--grace", "-1.0"), ("--idle-unload", "-1.0"), ("--limit", "n=-1"),
+])  # fmt: skip
 def test_an_error_of_a_setting_names_the_flag(capsys, flag, value):
     assert main(["serve", str(DEMO / "base"), flag, value]) == 2
     assert capsys.readouterr().err.startswith(f"trimtab: {flag} {value}: must be ")
@@ -366,8 +355,7 @@ def test_a_flag_in_the_file_has_the_effect_of_the_flag(name, folder):
         beside, beside_text = ["--adapter", f"style={STYLE}"], f'\n[adapters]\nstyle = "{STYLE}"'
     text = written if written.startswith("[") and "\n" in written else f"{name} = {written}"
     expected = from_flags(*arguments, *beside)
-    assert from_file(folder, text + beside_text) == expected
-    assert expected != from_flags(*beside)
+    assert from_file(folder, text + beside_text) == expected and expected != from_flags(*beside)
 
 
 def test_a_plan_in_the_file_stands_for_a_model(folder):
@@ -391,6 +379,4 @@ def test_a_mistyped_key_is_refused_with_the_right_one(name, folder):
     written = FLAGS[name][1]
     if written.startswith("[") and "\n" in written:
         return
-    with pytest.raises(CheckpointError) as caught:
-        from_file(folder, f"{name}s_ = {written}")
-    assert f"unknown key '{name}s_'" in str(caught.value)
+    assert f"unknown key '{name}s_'" in str(raised(CheckpointError, from_file, folder, f"{name}s_ = {written}"))

@@ -92,8 +92,7 @@ def test_a_stream_has_the_name_first_and_then_the_arguments_in_pieces(client):
 
 def test_a_result_is_answered(client):
     first = ask(client, [ASKED], tools=TOOLS).choices[0].message
-    result = {**RESULT, "tool_call_id": first.tool_calls[0].id}
-    choice = ask(client, [ASKED, first, result], tools=TOOLS).choices[0]
+    choice = ask(client, [ASKED, first, {**RESULT, "tool_call_id": first.tool_calls[0].id}], tools=TOOLS).choices[0]
     assert (choice.message.content, choice.finish_reason) == ("It is sunny.", "stop")
 
 

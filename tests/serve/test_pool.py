@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import toy_worker
+from tests.raised import raised
 from tests.waiting import turns, until_async
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest, LoadRequest
@@ -104,29 +105,23 @@ def made(*models):
 
 def test_both_forms_of_an_adapters_name_are_known():
     pool = made(model("demo", adapters={"style": "x"}))
-    assert pool.resolve("demo") == ("demo", None)
-    assert pool.resolve("style") == pool.resolve("demo:style") == ("demo", "style")
+    assert pool.resolve("demo") == ("demo", None) and pool.resolve("style") == pool.resolve("demo:style") == ("demo", "style")
     assert [entry["id"] for entry in pool.models()] == ["demo", "style"]
     for name in ("nobody", "demo:nobody", "other:style", "", ":", "demo:"):
-        with pytest.raises(UnknownModelError) as caught:
-            pool.resolve(name)
-        assert caught.value.field == "model"
+        assert raised(UnknownModelError, pool.resolve, name).field == "model"
 
 
 def test_a_name_that_two_models_have_needs_its_model():
     pool = made(model("a", adapters={"x": "1", "y": "1"}), model("b", adapters={"x": "2"}))
     assert pool.resolve("b:x") == ("b", "x") and pool.resolve("y") == ("a", "y")
     assert [entry["id"] for entry in pool.models()] == ["a", "a:x", "a:y", "b", "b:x"]
-    with pytest.raises(RequestError) as caught:
-        pool.resolve("x")
-    assert caught.value.allowed == ("a:x", "b:x")
+    assert raised(RequestError, pool.resolve, "x").allowed == ("a:x", "b:x")
 
 
 @pytest.mark.parametrize("together", [0, 3])
 def test_more_models_together_than_there_are_is_refused(together):
-    with pytest.raises(RequestError) as caught:
-        Pool((model("a"), model("b")), Settings(), together=together, make=toy)
-    assert caught.value.field == "together"
+    error = raised(RequestError, lambda: Pool((model("a"), model("b")), Settings(), together=together, make=toy))
+    assert error.field == "together"
     with pytest.raises(RequestError, match=r"^together=\d: (has no effect with one model|must be between 1 and 1)$"):
         Pool((model("a"),), Settings(), together=together, make=toy)
 

@@ -237,8 +237,7 @@ def test_an_answer_takes_longer_than_every_deadline_of_its_request(quick):
 
 def test_half_open_connections_make_room_for_others(quick):
     held = [open_to(quick, b"GET /") for _ in range(200)]
-    assert quick.ask("GET", "/health")[0] == 200
-    assert quick.ask("POST", "/v1/completions", json.loads(BODY))[0] == 200
+    assert quick.ask("GET", "/health")[0] == 200 and quick.ask("POST", "/v1/completions", json.loads(BODY))[0] == 200
     for one in held:
         one.close()
 
@@ -373,9 +372,7 @@ def test_requests_ahead_of_a_stream_end_the_connection_after_the_next_answer(ser
         one.sendall(HEALTH * 100)  # the head of the stream can no longer say anything about the connection
         with suppress(ConnectionResetError):
             rest = started + stream.read()
-        assert b"[DONE]" in rest
-        assert rest.lower().count(b"connection: close") == 1
-        assert rest.count(b"HTTP/1.1 200") == 2
+        assert b"[DONE]" in rest and rest.lower().count(b"connection: close") == 1 and rest.count(b"HTTP/1.1 200") == 2
 
 
 POSTED = b"POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n\r\n\r\nabc\r\n"
@@ -383,11 +380,10 @@ CHUNKED = b"POST /a HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n4\r
 EMPTY_CHUNKED = b"POST /a HTTP/1.1\r\nhost: a\r\ntransfer-encoding: Chunked\r\n\r\n0\r\n\r\n"
 
 
-@pytest.mark.parametrize(
-    ("data", "waiting"),
-    [(b"", 0), (HEALTH[:-1], 0), (HEALTH, 1), (HEALTH * 3 + HEALTH[:9], 3), (POSTED, 1), (POSTED[:-1], 0), (POSTED * 2, 2),
-     (CHUNKED, 1), (CHUNKED[:-1], 0), (CHUNKED + EMPTY_CHUNKED + POSTED + HEALTH, 4), (EMPTY_CHUNKED[:-3], 0), (HEALTH * 400, 9)],
-)  # fmt: skip
+@pytest.mark.parametrize(("data", "waiting"), [
+    (b"", 0), (HEALTH[:-1], 0), (HEALTH, 1), (HEALTH * 3 + HEALTH[:9], 3), (POSTED, 1), (POSTED[:-1], 0), (POSTED * 2, 2),
+    (CHUNKED, 1), (CHUNKED[:-1], 0), (CHUNKED + EMPTY_CHUNKED + POSTED + HEALTH, 4), (EMPTY_CHUNKED[:-3], 0), (HEALTH * 400, 9),
+])  # fmt: skip
 def test_the_requests_that_wait_are_counted_as_they_will_be_parsed(data, waiting):
     connection = StrictConnection(h11.SERVER)
     connection.receive_data(data)
@@ -408,8 +404,7 @@ def test_one_that_is_closed_beyond_the_limit_does_not_make_its_successor_one_of_
         guard.move(one, "head", "answer")
     for _ in range(3 * RESERVE):
         half_open, successor = Connection(), Connection()
-        assert not guard.enter(half_open) and not guard.enter(successor)
-        assert half_open.was_cut
+        assert not guard.enter(half_open) and not guard.enter(successor) and half_open.was_cut
         guard.move(successor, "head", "answer")  # an answer that it does not read
         assert len(guard) <= 2 + RESERVE
         guard.leave(successor)
@@ -466,24 +461,21 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 WHOLE_CHUNK = b"%x\r\n%s\r\n" % (len(BODY), BODY)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        HEAD + b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n" % len(BODY) + WHOLE_CHUNK + b"0\r\n\r\n",
-        HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
-        HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Transfer-Encoding: chunked\r\n\r\n" + WHOLE_CHUNK + b"0\r\n\r\n",
-        WHOLE.replace(b"\r\n", b"\n"), WHOLE.replace(b"localhost\r\n", b"localhost\n"),
-        HEAD + b"Content-Length: 3\r\n\n{} ", HEAD + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\n{}  ",
-        HEAD + b"Content-Length: +3\r\n\r\n{} ", HEAD + b"Content-Length : 3\r\n\r\n{} ",
-        HEAD + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
-        HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
-        CHUNKED + WHOLE_CHUNK + b"0\r\n\n", CHUNKED + WHOLE_CHUNK + b"0\r\nX: y\r\n\r\n",
-        CHUNKED + WHOLE_CHUNK.replace(b"\r\n", b"\n") + b"0\n\n", CHUNKED + b"1\r\n[\r\n" * 3000,
-        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 200 + b"\r\n",
-        b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("data", [
+    HEAD + b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n" % len(BODY) + WHOLE_CHUNK + b"0\r\n\r\n",
+    HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Transfer-Encoding: chunked\r\n\r\n" + WHOLE_CHUNK + b"0\r\n\r\n",
+    WHOLE.replace(b"\r\n", b"\n"), WHOLE.replace(b"localhost\r\n", b"localhost\n"),
+    HEAD + b"Content-Length: 3\r\n\n{} ", HEAD + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\n{}  ",
+    HEAD + b"Content-Length: +3\r\n\r\n{} ", HEAD + b"Content-Length : 3\r\n\r\n{} ",
+    HEAD + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+    HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    CHUNKED + WHOLE_CHUNK + b"0\r\n\n", CHUNKED + WHOLE_CHUNK + b"0\r\nX: y\r\n\r\n",
+    CHUNKED + WHOLE_CHUNK.replace(b"\r\n", b"\n") + b"0\n\n", CHUNKED + b"1\r\n[\r\n" * 3000,
+    b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+    b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+])  # fmt: skip
 def test_what_two_servers_could_read_in_two_ways_closes_the_connection(server, data):
     # A second request behind it must not be answered.
     status, error = refusal(server, data + WHOLE)

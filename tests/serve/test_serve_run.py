@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from tests import ROOT, waiting
+from tests.raised import refused
 from trimtab.cli import main as cli
 from trimtab.cli.commands import serve as commands_serve
 from trimtab.errors import RequestError
@@ -103,9 +104,7 @@ def test_a_port_in_use_is_refused_by_name():
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "x" * 300])
 def test_an_address_of_another_machine_is_refused(host):
-    with pytest.raises(RequestError) as caught:
-        listen(host, 0)
-    assert caught.value.field == "host"
+    assert refused(listen, host, 0).field == "host"
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
@@ -188,16 +187,13 @@ def test_a_body_in_pieces_above_the_limit_is_refused(server):
     assert server.ask("GET", "/health")[0] == 200
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\0" * 1000, b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-        b"Content-Type: application/json\r\nContent-Length: -5\r\n\r\n", b"GET /health HTTP/1.1\r\n" + b"X: " + b"a" * 200_000,
-        b"GET /health HTTP/1.1\r\n" + b"X: a\r\n" * 30_000, b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("data", [
+    b"\0" * 1000, b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    b"Content-Type: application/json\r\nContent-Length: -5\r\n\r\n", b"GET /health HTTP/1.1\r\n" + b"X: " + b"a" * 200_000,
+    b"GET /health HTTP/1.1\r\n" + b"X: a\r\n" * 30_000, b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+])  # fmt: skip
 def test_what_is_no_http_is_refused_and_the_server_goes_on(server, data):
     with socket.create_connection((server.host, server.port), timeout=WAIT_S) as raw:
         try:
@@ -309,17 +305,14 @@ def python(*arguments):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (("trimtab/demo/base", "--host", "0.0.0.0"), "API key"), (("trimtab/demo/base", "--limit", "pixels=1"), "limit"),
-        (("trimtab/demo/base", "--rows", "0"), "rows"), (("trimtab/demo/base", "--together", "2"), "together"),
-        (("trimtab/demo/base", "--api-key-file", "nothing"), "--api-key-file"), (("nothing.toml",), "cannot be read"),
-        (("trimtab/demo/base", "--admin-key-file", "nothing"), "--admin-key-file"),
-        (("trimtab/demo/base", "--api-key", "a", "--admin-key", "a"), "--admin-key"),
-        (("trimtab/demo/base", "--keep", "nobody"), "keep"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("arguments, words", [
+    (("trimtab/demo/base", "--host", "0.0.0.0"), "API key"), (("trimtab/demo/base", "--limit", "pixels=1"), "limit"),
+    (("trimtab/demo/base", "--rows", "0"), "rows"), (("trimtab/demo/base", "--together", "2"), "together"),
+    (("trimtab/demo/base", "--api-key-file", "nothing"), "--api-key-file"), (("nothing.toml",), "cannot be read"),
+    (("trimtab/demo/base", "--admin-key-file", "nothing"), "--admin-key-file"),
+    (("trimtab/demo/base", "--api-key", "a", "--admin-key", "a"), "--admin-key"),
+    (("trimtab/demo/base", "--keep", "nobody"), "keep"),
+])  # fmt: skip
 def test_what_the_command_cannot_do_is_said_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(Pool, "begin", lambda pool: pytest.fail("a worker was started"))
@@ -448,8 +441,7 @@ def test_a_client_that_closes_its_direction_gets_its_answer(server, version):
 
 
 def test_a_client_that_closes_its_direction_gets_its_stream(server):
-    found = half_closed(server, request("count 6", stream=True)).replace(CONTINUE, b"")
-    head, _, body = found.partition(b"\r\n\r\n")
+    head, _, body = half_closed(server, request("count 6", stream=True)).replace(CONTINUE, b"").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200") and body.endswith(b"0\r\n\r\n")
     assert b"".join(b"%d " % number in body and b"%d " % number for number in range(1, 7)) == b"1 2 3 4 5 6 "
     assert body.count(b"data: [DONE]") == 1

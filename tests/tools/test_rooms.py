@@ -93,11 +93,9 @@ def test_the_architecture_names_each_way():
 
 def test_a_way_that_no_table_names_is_found(monkeypatch):
     by_hand = {
-        "doctor/new.py:text": "f'### {title}'",
-        "engine/new.py:other": "hf_model(**x)",
-        "serve/new.py:load": "Llama.from_pretrained(x)",
-        "engine/new.py:kernel": "why = reason_of(exc, device)",
-    }
+        "doctor/new.py:text": "f'### {title}'", "engine/new.py:other": "hf_model(**x)",
+        "serve/new.py:load": "Llama.from_pretrained(x)", "engine/new.py:kernel": "why = reason_of(exc, device)",
+    }  # fmt: skip
     monkeypatch.setattr(ways, "definitions", lambda: tuple(by_hand.items()))
     found = [one.unnamed() for one in ways.TABLE if one.key in ("prompt_ways", "renderers", "stock_loaders", "choosers")]
     assert found == [["engine/new.py:other"], ["doctor/new.py:text"], ["serve/new.py:load"], ["engine/new.py:kernel"]]

@@ -89,14 +89,10 @@ def test_a_signal_ends_a_command_with_its_processes_and_folders(tmp_path, number
 
 @pytest.mark.slow  # with toys in test_process.py and test_serve_run.py
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["verify", BASE, "--device", "cpu", "--against", "base", "--adapter", f"style={STYLE}"],
-        ["serve", BASE, "--device", "cpu", "--port", "0", "--context", "128"],
-    ],
-    ids=["verify", "serve"],
-)
+@pytest.mark.parametrize("command", [
+    ["verify", BASE, "--device", "cpu", "--against", "base", "--adapter", f"style={STYLE}"],
+    ["serve", BASE, "--device", "cpu", "--port", "0", "--context", "128"],
+], ids=["verify", "serve"])  # fmt: skip
 def test_processes_end_by_themselves_when_their_parent_is_killed(tmp_path, command):
     process = subprocess.Popen(
         [sys.executable, "-m", "trimtab", *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -156,5 +152,4 @@ def test_a_merge_without_a_file_of_its_processor_is_reported(tmp_path, capsys, m
     command = merge_without_processor("gemma3", tmp_path)
     (tmp_path / "base" / "processor_config.json").unlink()
     capsys.readouterr()
-    code = main(command)
-    check_merged(code, *capsys.readouterr(), "no usable processor")
+    check_merged(main(command), *capsys.readouterr(), "no usable processor")

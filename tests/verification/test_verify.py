@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 from tests import ROOT, pico, stock
+from tests.raised import raised
 from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError
 from trimtab.verification.verify import verify
 
@@ -91,20 +92,17 @@ def test_an_active_adapter_differs_from_the_base_and_that_is_right(base, adapter
 
 def test_an_adapter_of_zeros_is_found_out(base, adapter, tmp_path):
     report = ask(base, adapters={"a": idle(adapter, tmp_path / "idle")}, against="base", quant="none")
-    assert (report.verdict, report.ok) == ("same", False)
-    assert report.findings[0].startswith("adapter inactive: a")
-    with pytest.raises(ParityError, match="the adapter is inactive") as caught:
-        report.check()
-    assert (caught.value.position, caught.value.max_abs) == (-1, 0.0)
+    assert (report.verdict, report.ok) == ("same", False) and report.findings[0].startswith("adapter inactive: a")
+    error = raised(ParityError, report.check, match="the adapter is inactive")
+    assert (error.position, error.max_abs) == (-1, 0.0)
 
 
 def test_quantized_weights_differ_from_bf16(quantized):
     report = quantized
     assert (report.verdict, report.ok) == ("differs", False)
-    with pytest.raises(ParityError) as caught:
-        report.check()
+    error = raised(ParityError, report.check)
     worst = report.worst_prompt.difference
-    assert (caught.value.position, caught.value.max_abs, caught.value.mean_abs, caught.value.tolerance) == (
+    assert (error.position, error.max_abs, error.mean_abs, error.tolerance) == (
         worst.first_position, worst.max_abs, worst.mean_abs, report.floor.limits[report.worst_prompt.id].max_abs,
     )  # fmt: skip
     assert max(report.layers) > 0 and report.layers[0] == 0.0  # embeddings are not quantized
@@ -125,8 +123,7 @@ def test_a_batch_is_each_row_alone_but_for_its_kernels(base, adapter, tmp_path, 
     assert [row.adapter for row in report.prompts] == (["a", "a"] if against == "single" else ["a", "b", None] * 2)
     assert not any("batch" in name for name in report.floor.orders)
     # bf16 logits of a few units: another kernel may round a value to its neighbour (2^-6), an adapter moves it by 0.1.
-    assert max(row.difference.max_abs for row in report.prompts) < 0.06
-    assert report.layers == ()
+    assert max(row.difference.max_abs for row in report.prompts) < 0.06 and report.layers == ()
 
 
 def test_a_right_merge_is_within_the_rounding_it_cannot_avoid(base, adapter, merged):
@@ -195,9 +192,7 @@ def test_the_built_in_prompts_are_used(base):
 
 
 def refused(model, **options):
-    with pytest.raises(RequestError) as caught:
-        ask(model, **options)
-    return caught.value
+    return raised(RequestError, ask, model, **options)
 
 
 def test_an_unknown_comparison_is_refused_with_what_exists(base):
@@ -238,15 +233,13 @@ def test_one_of_several_adapters_must_be_named(base, adapter):
 
 def test_an_adapter_of_another_model_is_refused_before_a_route_runs(base, tmp_path):
     other = pico.build("gemma4", tmp_path / "gemma4")
-    with pytest.raises(AdapterError) as caught:
-        ask(base, adapters={"a": pico.adapter(other, tmp_path / "a")}, against="resident")
-    assert len(caught.value.problems) > 1
+    error = raised(AdapterError, lambda: ask(base, adapters={"a": pico.adapter(other, tmp_path / "a")}, against="resident"))
+    assert len(error.problems) > 1
 
 
 def test_pictures_for_a_model_that_only_reads_are_refused_together(base, tmp_path):
     (tmp_path / "a.png").write_bytes(b"x")
-    rows = [{"id": name, "text": "x", "image": str(tmp_path / "a.png")} for name in ("p", "q")]
-    found = refused(base, prompts=rows)
+    found = refused(base, prompts=[{"id": name, "text": "x", "image": str(tmp_path / "a.png")} for name in ("p", "q")])
     assert found.field == "prompts" and "p has an image" in str(found) and "q has an image" in str(found)
 
 
@@ -264,8 +257,7 @@ def test_batches_of_pictures_alone_are_refused(base):
 
 def test_options_that_are_part_of_a_plan_are_refused_beside_one(base):
     plan = trimtab.plan(base, context=128, device="cpu")
-    assert refused(plan, quant="nf4").field == "quant"
-    assert refused(plan, adapters={}).field == "adapters"
+    assert refused(plan, quant="nf4").field == "quant" and refused(plan, adapters={}).field == "adapters"
     assert refused(plan, against="single").hint.startswith("Plan with batch=2")
 
 

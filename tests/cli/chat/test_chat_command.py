@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 import trimtab
+from tests.raised import raised, refused
 from trimtab import adapter_names, demo
 from trimtab.cli import main as cli
 from trimtab.cli.chat import chat as chat_command
@@ -174,8 +175,7 @@ def test_help_names_every_command_and_the_parser_its_flags(capsys):
         cli.main(["chat", "--help"])
     assert "--no-history" in capsys.readouterr().out
     named = {form.split()[0].removeprefix("/") for form, _ in chat_session.HELP}
-    session = Session(None, None, as_json=False, is_terminal=False)
-    assert named == {*session._commands, "quit"}
+    assert named == {*Session(None, None, as_json=False, is_terminal=False)._commands, "quit"}
 
 
 def test_a_chat_with_the_demo_begins_with_a_question_that_it_can_answer(model, capsys):
@@ -234,23 +234,19 @@ def test_a_conversation_is_saved_to_be_read(model, tmp_path, capsys):
     assert talked(model, QUESTION, f"/save {path}", system="Be brief.") == 0
     text = path.read_text()
     assert text.startswith(f"# {demo.BASE}\n\n*System:* Be brief.\n\n**You**\n\n{QUESTION}\n\n**base**\n\n")
-    with pytest.raises(RequestError) as caught:
-        talked(model, f"/save {tmp_path / 'none' / 'talk.md'}")
-    assert caught.value.field == "/save"
+    assert refused(talked, model, f"/save {tmp_path / 'none' / 'talk.md'}").field == "/save"
 
 
 def test_a_file_of_somebody_else_is_replaced_only_on_request(model, tmp_path, capsys):
     path, other = tmp_path / "talk.json", tmp_path / "notes.md"
     other.write_text("mine")
     assert talked(model, QUESTION, f"/save {path}", "/clear", f"/save {path}") == 0  # its own file
-    assert json.loads(path.read_text())["messages"] == []
-    assert talked(model, f"/load {path}", QUESTION, f"/save {path}") == 0
+    assert json.loads(path.read_text())["messages"] == [] and talked(model, f"/load {path}", QUESTION, f"/save {path}") == 0
     assert len(json.loads(path.read_text())["messages"]) == 2
     for name in (path, other):
         kept = name.read_bytes()
-        with pytest.raises(RequestError, match="this chat has neither saved nor loaded it") as caught:
-            talked(model, f"/save {name}")
-        assert (caught.value.field, name.read_bytes()) == ("/save", kept)
+        error = refused(talked, model, f"/save {name}", match="this chat has neither saved nor loaded it")
+        assert (error.field, name.read_bytes()) == ("/save", kept)
     assert talked(model, f"/save! {other}") == 0
     assert other.read_text().startswith("# ") and sorted(tmp_path.iterdir()) == [other, path]
 
@@ -273,17 +269,16 @@ def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(model, tmp_path, ca
     assert whole == f"{saved['messages'][1]['content']}\n{out}" and "loaded: 2 messages" in err
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("# talk", "is not JSON"), ("{}", "is not a conversation"), ('{"messages": [], "x": 1}', "is not a conversation"),
-     ('{"messages": [{"role": "assistant", "content": "a"}]}', "take turns"),
-     ('{"messages": [{"role": "user", "content": "a"}]}', "has no answer"),
-     ('{"messages": [{"role": "user", "content": ["a"]}]}', "must be text"),
-     ('{"messages": [{"role": "user", "content": "a", "zoo": 1}]}', "unknown key"),
-     ('{"messages": [{"role": "user", "content": "a", "images": ["/no/such.png"]}]}', "messages[0]"),
-     ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}', "an answer has text"),
-     ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "adapter": 1}]}', "adapter")],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "words"), [
+    ("# talk", "is not JSON"), ("{}", "is not a conversation"), ('{"messages": [], "x": 1}', "is not a conversation"),
+    ('{"messages": [{"role": "assistant", "content": "a"}]}', "take turns"),
+    ('{"messages": [{"role": "user", "content": "a"}]}', "has no answer"),
+    ('{"messages": [{"role": "user", "content": ["a"]}]}', "must be text"),
+    ('{"messages": [{"role": "user", "content": "a", "zoo": 1}]}', "unknown key"),
+    ('{"messages": [{"role": "user", "content": "a", "images": ["/no/such.png"]}]}', "messages[0]"),
+    ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}', "an answer has text"),
+    ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "adapter": 1}]}', "adapter"),
+])  # fmt: skip
 def test_a_file_that_is_no_saved_conversation_changes_nothing(model, tmp_path, text, words):
     path, chat = tmp_path / "talk.json", model.chat(max_new_tokens=2)
     path.write_text(text)
@@ -295,18 +290,15 @@ def test_a_file_that_is_no_saved_conversation_changes_nothing(model, tmp_path, t
     assert chat.turns == before
 
 
-@pytest.mark.parametrize(
-    ("line", "field"),
-    [("/compare base", "/compare"), ("/compare base none-such", "/compare"), ("/adapter none-such", "/adapter"),
-     ("/adapter style:1+none-such:1", "/adapter"), ("/again none-such", "/again"), ("/reload none-such", "/reload"),
-     ("/image", "/image"), ("/image no.png", "/image"), ("/audio no.wav", "/audio"), ("/again", "prompt"), ("/x", "/x"),
-     ("/clear all", "/clear"),
-     ("/quit now", "/quit"), ("/save talk.txt", "/save"), ("/adapter a=/no/such", None)],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "field"), [
+    ("/compare base", "/compare"), ("/compare base none-such", "/compare"), ("/adapter none-such", "/adapter"),
+    ("/adapter style:1+none-such:1", "/adapter"), ("/again none-such", "/again"), ("/reload none-such", "/reload"),
+    ("/image", "/image"), ("/image no.png", "/image"), ("/audio no.wav", "/audio"), ("/again", "prompt"), ("/x", "/x"),
+    ("/clear all", "/clear"),
+    ("/quit now", "/quit"), ("/save talk.txt", "/save"), ("/adapter a=/no/such", None),
+])  # fmt: skip
 def test_a_wrong_command_is_an_error_that_a_terminal_survives(model, line, field, capsys):
-    with pytest.raises(trimtab.TrimtabError) as caught:
-        talked(model, line)
-    assert getattr(caught.value, "field", None) == field
+    assert getattr(raised(trimtab.TrimtabError, talked, model, line), "field", None) == field
     assert talked(model, line, QUESTION, is_terminal=True) == 0
     out, err = capsys.readouterr()
     assert out.strip() and "trimtab: " in err and "/save=" not in err
@@ -367,19 +359,17 @@ def test_no_line_of_a_quoted_message_that_is_too_long_is_taken_for_another_messa
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_a_line_of_other_bytes_than_utf8_is_named(errors):
     stream = io.TextIOWrapper(io.BytesIO(b"\xff\xfe hi\n"), encoding="utf-8", errors=errors)
-    with pytest.raises(RequestError) as caught:
-        chat_input.line_reader(stream)("")
-    assert (caught.value.field, caught.value.reason) == ("prompt", "is not UTF-8 text")
+    error = refused(lambda: chat_input.line_reader(stream)(""))
+    assert (error.field, error.reason) == ("prompt", "is not UTF-8 text")
 
 
 # Terminal -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "words", "has_files"),
-    [("/co", {"/compare", "/quit"}, False), ("/adapter ", {"style", "base"}, False), ("/compare style b", {"style", "base"}, False),
-     ("/compare a b c", set(), False), ("/image x", set(), True), ("/adapter new=x", {"base"}, True), ("hello", set(), False)],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "words", "has_files"), [
+    ("/co", {"/compare", "/quit"}, False), ("/adapter ", {"style", "base"}, False), ("/compare style b", {"style", "base"}, False),
+    ("/compare a b c", set(), False), ("/image x", set(), True), ("/adapter new=x", {"base"}, True), ("hello", set(), False),
+])  # fmt: skip
 def test_what_may_stand_at_the_end_of_a_line(line, words, has_files):
     session = Session(None, SimpleNamespace(adapters=("style",)), as_json=False, is_terminal=True)
     completed, files = session.completions(line)
@@ -407,8 +397,7 @@ def test_keys_send_break_lines_and_leave():
 def test_a_missing_line_editor_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
-    read = chat_input.terminal_reader(lambda line: ([], False), keep_history=False)
-    assert read("> ") == "hello"
+    assert chat_input.terminal_reader(lambda line: ([], False), keep_history=False)("> ") == "hello"
     out, err = capsys.readouterr()
     assert out == "> " and err.startswith("prompt_toolkit cannot be imported")
 
@@ -426,5 +415,4 @@ def test_the_history_keeps_its_last_lines(tmp_path, monkeypatch):
 
 def test_control_characters_of_a_model_never_reach_a_terminal():
     text = "a\x1b]0;title\x07b\x9bc\r\nd\te\n"
-    assert Style(True).printable(text) == "a\ufffd]0;title\ufffdb\ufffdc\nd\te\n"
-    assert Style(False).printable(text) == text
+    assert Style(True).printable(text) == "a\ufffd]0;title\ufffdb\ufffdc\nd\te\n" and Style(False).printable(text) == text

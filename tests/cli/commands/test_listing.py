@@ -91,8 +91,7 @@ def test_adapters_are_listed_with_the_models_that_they_fit(models, capsys):
 def test_versions_as_json(capsys):
     assert cli.main(["--version", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["trimtab"] == trimtab.__version__
-    assert {"python", "torch", "transformers", "peft", "bitsandbytes"} <= set(found)
+    assert found["trimtab"] == trimtab.__version__ and {"python", "torch", "transformers", "peft", "bitsandbytes"} <= set(found)
 
 
 def test_exit_codes_are_in_the_help_once(capsys):
@@ -109,12 +108,11 @@ def test_exit_codes_are_in_the_help_once(capsys):
         assert f"\n  {code}  " in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environ", "has_color"),
-    [(["--color", "always"], {"NO_COLOR": "1"}, True), ([], {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
-     ([], {}, False), (["--color", "always"], {}, True), ([], {"FORCE_COLOR": "1"}, True),
-     (["--color", "never"], {"FORCE_COLOR": "1"}, False)],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "environ", "has_color"), [
+    (["--color", "always"], {"NO_COLOR": "1"}, True), ([], {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+    ([], {}, False), (["--color", "always"], {}, True), ([], {"FORCE_COLOR": "1"}, True),
+    (["--color", "never"], {"FORCE_COLOR": "1"}, False),
+])  # fmt: skip
 def test_color_is_asked_for_or_refused(arguments, environ, has_color, model, monkeypatch, capsys):
     for name in ("FORCE_COLOR", "NO_COLOR"):
         monkeypatch.setenv(name, environ.get(name, ""))

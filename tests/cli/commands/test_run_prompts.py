@@ -52,18 +52,14 @@ def test_a_prompt_from_standard_input_or_a_file_is_the_one_from_the_command_line
     assert expected[0] == 0 and expected[1].strip()
     files = ["--system-file", tmp_path / "system.txt", *options]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Who are you?\n")))
-    assert run("-", *files) == expected
-    assert run("--prompt-file", tmp_path / "prompt.txt", *files) == expected
+    assert run("-", *files) == expected and run("--prompt-file", tmp_path / "prompt.txt", *files) == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["Hello", "--prompt-file", "x"], "--prompt-file"), (["--prompt-file", "no/such"], "cannot be read"),
-        (["--prompt-file", "{bad}"], "not UTF-8"), (["a", "--system", "b", "--system-file", "x"], "--system-file"),
-        (["--prompt-file", "{empty}"], "PROMPT: is empty"), ([], "PROMPT; - reads standard input, --prompt-file"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["Hello", "--prompt-file", "x"], "--prompt-file"), (["--prompt-file", "no/such"], "cannot be read"),
+    (["--prompt-file", "{bad}"], "not UTF-8"), (["a", "--system", "b", "--system-file", "x"], "--system-file"),
+    (["--prompt-file", "{empty}"], "PROMPT: is empty"), ([], "PROMPT; - reads standard input, --prompt-file"),
+])  # fmt: skip
 def test_a_wrong_source_is_refused_before_anything_is_loaded(arguments, words, tmp_path, capsys):
     (tmp_path / "bad").write_bytes(b"ab\xff")
     (tmp_path / "empty").write_bytes(b"\n")
@@ -147,8 +143,7 @@ def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_pa
     assert "4 answered, 2 failed" in shown and f"; the first: {rows[4]['error']['message']}" in shown
     assert header["adapters"].keys() == {"style", "specialist"} and header["options"]["adapter"] == "style"
     assert sorted(rows) == [1, 2, 3, 4, 5, 7] and rows[1]["id"] == "a"
-    assert {number for number, row in rows.items() if "error" in row} == {4, 7}
-    assert rows[3]["answer_tokens"] <= 2
+    assert {number for number, row in rows.items() if "error" in row} == {4, 7} and rows[3]["answer_tokens"] <= 2
     plan = trimtab.plan(
         BASE, adapters={name: demo.ADAPTERS[name] for name in ("style", "specialist")}, context=256, device="cpu", quant="none"
     )
@@ -160,8 +155,7 @@ def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_pa
         patch.setattr(many_command, "opened", None)  # wrong lines alone load no model
         assert many(prompts, out, "--rows", 2, "--json") == 2
     told = json.loads(capsys.readouterr().out)
-    first = told.pop("first_error")
-    assert first == {"line": 4, "message": rows[4]["error"]["message"]}
+    assert told.pop("first_error") == {"line": 4, "message": rows[4]["error"]["message"]}
     assert told == {"prompts": 6, "answered_before": 4, "answered": 0, "errors": 2, "out": str(out)}
     assert read(out) == (header, rows) and out.read_bytes().count(b"\n") == 7
     whole = out.read_bytes()
@@ -262,12 +256,11 @@ def test_what_would_mix_two_runs_is_refused(prompts, tmp_path, capsys):
     assert out.read_bytes() == whole and (tmp_path / "notes.txt").read_text() == "my notes\n"
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [("[]", "not a JSON object"), ('{"prompt": "a", "messages": []}', "either"), ('{"text": "a"}', "unknown key"),
-     ("{", "not JSON"),
-     ('{"prompt": "a", "image": 3}', "a file or a list"), ("[" * 100_000, "not JSON"), ('{"id": 1}', "either")],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "words"), [
+    ("[]", "not a JSON object"), ('{"prompt": "a", "messages": []}', "either"), ('{"text": "a"}', "unknown key"),
+    ("{", "not JSON"),
+    ('{"prompt": "a", "image": 3}', "a file or a list"), ("[" * 100_000, "not JSON"), ('{"id": 1}', "either"),
+])  # fmt: skip
 def test_a_wrong_line_holds_its_error(line, words, tmp_path):
     (tmp_path / "p.jsonl").write_text(line)
     (one,) = prompts_file.read_prompts(str(tmp_path / "p.jsonl"))
@@ -285,8 +278,7 @@ def test_limits_of_a_file_of_prompts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prompts_file, "LONGEST_LINE_BYTES", 40)
     for text in ('{"prompt": "a"}\n' * 4, '{"prompt": "' + "a" * 60 + '"}', "", "\n"):
         (tmp_path / "p.jsonl").write_text(text)
-        assert many(tmp_path / "p.jsonl", tmp_path / "out.jsonl") == 2
-        assert not (tmp_path / "out.jsonl").exists()
+        assert many(tmp_path / "p.jsonl", tmp_path / "out.jsonl") == 2 and not (tmp_path / "out.jsonl").exists()
     for arguments in (["x"], ["--image", "x.png"]):
         assert many(tmp_path / "p.jsonl", tmp_path / "out.jsonl", *arguments) == 2
     assert cli.main(["run", BASE, "x", "--out", "y"]) == 2

@@ -167,8 +167,7 @@ def test_a_broken_adapter_leaves_the_table_its_width(tmp_path, capsys):
     (tmp_path / "bad" / "adapter_config.json").write_text('{"peft_type": "' + "x" * 300 + '"}')
     assert cli.main(["adapters", str(tmp_path)]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert [line for line in shown if line in whole] == whole
-    assert max(map(len, shown[: len(whole) + 1])) <= max(map(len, whole))
+    assert [line for line in shown if line in whole] == whole and max(map(len, shown[: len(whole) + 1])) <= max(map(len, whole))
     assert shown[-1].startswith("bad: ") and any(line.startswith("bad   ") and "cannot be used" in line for line in shown)
 
 

@@ -59,8 +59,7 @@ def test_a_phase_takes_the_place_of_the_last_one_and_gives_way_to_other_text(mon
         assert seen(terminal) == ["a note", "An answer"]
         print(".")
         phases.begin("answering")
-    assert seen(terminal) == ["a note", "An answer.", ""]
-    assert sys.stdout is terminal and sys.stderr is terminal
+    assert seen(terminal) == ["a note", "An answer.", ""] and sys.stdout is terminal and sys.stderr is terminal
 
 
 def test_an_error_and_a_gone_terminal_leave_no_line(monkeypatch):
@@ -122,11 +121,10 @@ def test_a_phase_is_one_line_without_control_characters(monkeypatch):
     assert seen(terminal) == ["a\\x1b[2J\\nb of a na"]
 
 
-@pytest.mark.parametrize(
-    ("done", "of", "is_bytes", "text"),
-    [(0, 0, True, ""), (0, 6 * 2**30, True, "0.0 of 6.0 GiB"), (13 * 2**28, 13 * 2**29, True, "3.2 of 6.5 GiB"),
-     (2**19, 2**20, True, "0.5 of 1.0 MiB"), (1, 17, True, "1 of 17 B"), (3, 12, False, "3 of 12"), (5, 0, False, "")],
-)  # fmt: skip
+@pytest.mark.parametrize(("done", "of", "is_bytes", "text"), [
+    (0, 0, True, ""), (0, 6 * 2**30, True, "0.0 of 6.0 GiB"), (13 * 2**28, 13 * 2**29, True, "3.2 of 6.5 GiB"),
+    (2**19, 2**20, True, "0.5 of 1.0 MiB"), (1, 17, True, "1 of 17 B"), (3, 12, False, "3 of 12"), (5, 0, False, ""),
+])  # fmt: skip
 def test_how_far_a_phase_is(done, of, is_bytes, text):
     assert phases.far_text(done, of, is_bytes=is_bytes) == text
 

@@ -136,8 +136,7 @@ def test_config_tokenizer_and_the_named_weights_are_fetched_and_nothing_else(hub
     assert pulled["bytes"] == pulled["fetched_bytes"] > 0
     fetched = [path for command, path, _ in hub.asked if command == "GET" and "/resolve/" in path]
     assert not [path for path in fetched if path.endswith((".bin", ".py", ".md", "other.safetensors")) or "onnx" in path]
-    again = json.loads(trimtab_("pull", "someone/demo", "--json").stdout)
-    assert again["fetched_bytes"] == 0
+    assert json.loads(trimtab_("pull", "someone/demo", "--json").stdout)["fetched_bytes"] == 0
     listed = trimtab_("models", "--quick", HF_HUB_OFFLINE="1")  # and from now on without the hub
     assert "someone/demo  Gemma4ForConditionalGeneration" in listed.stdout
 
@@ -154,14 +153,8 @@ def test_gguf_files_are_fetched_by_name_with_their_set_or_projector_and_read_fro
         "someone/mlx": {"config.json": json.dumps(config).encode(), "model.safetensors": b"x"},
     }  # fmt: skip
     pulled = (
-        "gguf",
-        "gguf/two.gguf",
-        "mlx",
-        f"part/{parts[0]}",
-        f"gguf/{parts[1]}",
-        "seeing/model.gguf",
-        "seeing/mmproj-model.gguf",
-    )
+        "gguf", "gguf/two.gguf", "mlx", f"part/{parts[0]}", f"gguf/{parts[1]}", "seeing/model.gguf", "seeing/mmproj-model.gguf",
+    )  # fmt: skip
     commands = [*(["pull", f"someone/{one}"] for one in pulled), ["plan", "someone/seeing", "--device", "cpu"]]
     first = f"from trimtab.cli.main import main; [main(one) for one in {commands}]"
     done = trimtab_("plan", f"someone/gguf/{parts[0]}", "--device", "cpu", "--json", before=first)

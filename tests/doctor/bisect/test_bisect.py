@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.raised import raised, refused
 from trimtab.doctor.bisect.bisect import (
     Bisection,
     Change,
@@ -38,7 +39,7 @@ from trimtab.doctor.bisect.environments import (
     run_command,
     sorted_versions,
 )
-from trimtab.errors import AdapterError, CheckpointError, RequestError
+from trimtab.errors import AdapterError, CheckpointError
 from trimtab.report.render import Lines
 
 LISTED = ("1.10.0", "1.9.1", "1.9.0", "1.8.0", "1.7.0", "1.6.0")
@@ -140,11 +141,9 @@ def test_every_change_that_is_told_is_one_between_neighbours(table):
     changes = find_changes(versions, lambda version: table[int(version)])
     for change in changes:
         low, high = int(change.before), int(change.after)
-        assert low < high
-        assert (table[low], table[high]) == (change.label_before, change.label_after)
+        assert low < high and (table[low], table[high]) == (change.label_before, change.label_after)
         assert change.label_before != change.label_after
-        assert all(found is None for found in table[low + 1 : high])
-        assert change.between == tuple(versions[low + 1 : high])
+        assert all(found is None for found in table[low + 1 : high]) and change.between == tuple(versions[low + 1 : high])
     assert [int(change.after) for change in changes] == sorted(int(change.after) for change in changes)
     have = [found for found in table if found is not None]
     if have and have[0] != have[-1]:
@@ -183,8 +182,7 @@ def test_nothing_to_search_gives_nothing():
 def test_what_may_come_next_is_told_ahead():
     told: list[list[str]] = []
     find_changes([str(i) for i in range(9)], lambda version: "A" if int(version) < 3 else "B", told.append)
-    assert told[0] == ["0", "8", "4"]
-    assert told[1][0] == "4" and set(told[1]) == {"4", "2", "6"}
+    assert told[0] == ["0", "8", "4"] and told[1][0] == "4" and set(told[1]) == {"4", "2", "6"}
 
 
 # The question ---------------------------------------------------------------------------------------------------------
@@ -197,25 +195,17 @@ def test_range_is_read():
 
 @pytest.mark.parametrize("text", ["", "peft", "peft=1.0", "peft 1.0..2.0", "=1..2", "peft=..", "peft=1..", "peft=a..b"])
 def test_other_text_is_refused(text):
-    with pytest.raises(RequestError) as caught:
-        parse_range(text)
-    assert caught.value.field == "bisect"
+    assert refused(parse_range, text).field == "bisect"
 
 
 def test_unknown_package_is_refused_with_near_names():
-    with pytest.raises(RequestError) as caught:
-        parse_range("tranformers=1.0..2.0")
-    assert caught.value.near[0] == "transformers"
-    with pytest.raises(RequestError) as caught:
-        parse_range("numpy=1.0..2.0")
-    assert caught.value.allowed == PACKAGES
+    assert refused(parse_range, "tranformers=1.0..2.0").near[0] == "transformers"
+    assert refused(parse_range, "numpy=1.0..2.0").allowed == PACKAGES
 
 
 @pytest.mark.parametrize("versions", [("2.0", "1.0"), ("1.0", "1.0"), ("1.0", "1.0.0")])
 def test_empty_range_is_refused(versions):
-    with pytest.raises(RequestError) as caught:
-        check_range(Range("peft", *versions))
-    assert "empty" in str(caught.value)
+    assert "empty" in str(refused(lambda: check_range(Range("peft", *versions))))
 
 
 def test_releases_of_a_range_include_both_ends():
@@ -223,10 +213,8 @@ def test_releases_of_a_range_include_both_ends():
 
 
 def test_unknown_release_is_refused_with_the_nearest_ones():
-    with pytest.raises(RequestError) as caught:
-        releases_between(Range("peft", "1.6.0", "1.9.7"), ORDER)
-    assert caught.value.value == "1.9.7"
-    assert {"1.9.1", "1.9.0"} <= set(caught.value.near)
+    error = refused(lambda: releases_between(Range("peft", "1.6.0", "1.9.7"), ORDER))
+    assert error.value == "1.9.7" and {"1.9.1", "1.9.0"} <= set(error.near)
 
 
 def test_versions_are_sorted_as_versions_without_candidates():
@@ -239,8 +227,7 @@ def test_versions_are_sorted_as_versions_without_candidates():
 def test_first_release_with_another_label_is_found(tmp_path):
     case = Case(labels("FAIL FAIL FAIL PASS PASS PASS"))
     found = run(tmp_path, case)
-    assert found.first == "1.9.0"
-    assert found.changes == (Change("1.8.0", "1.9.0", "FAIL", "PASS"),)
+    assert found.first == "1.9.0" and found.changes == (Change("1.8.0", "1.9.0", "FAIL", "PASS"),)
     assert len(case.ran) == len(set(case.ran)) <= 5
     assert found.releases == 6 and found.is_monotone and not found.stopped
     assert found.others == {"torch": "2.13.0+cpu", "transformers": "5.6.2"}
@@ -292,8 +279,7 @@ def test_ctrl_c_keeps_what_was_done(tmp_path):
     found = run(tmp_path, Case(labels("FAIL FAIL STOP PASS PASS PASS")), on_row=rows.append)
     assert found.stopped
     assert [row.version for row in rows] == [row.version for row in sorted(found.rows, key=lambda row: rows.index(row))]
-    assert {row.version for row in found.rows} == {"1.6.0", "1.10.0"}
-    assert found.changes[0].between == ORDER[1:-1]
+    assert {row.version for row in found.rows} == {"1.6.0", "1.10.0"} and found.changes[0].between == ORDER[1:-1]
     assert "stopped early" in Lines().show(bisection_document(found)) and "not tried yet" in Lines().show(bisection_document(found))
 
 
@@ -312,8 +298,7 @@ def test_a_second_run_that_differs_is_said(tmp_path):
             return {**found, "label": "PASS"} if self.ran.count(self.ran[-1]) > 1 else found
 
     found = run(tmp_path, Flaky(labels("FAIL FAIL FAIL PASS PASS PASS")), confirm=True)
-    assert found.changes[0].confirmed is False
-    assert "a second run gave PASS" in Lines().show(bisection_document(found))
+    assert found.changes[0].confirmed is False and "a second run gave PASS" in Lines().show(bisection_document(found))
 
 
 def test_two_packages_one_after_the_other(tmp_path, monkeypatch):
@@ -352,9 +337,7 @@ def test_catalogue_ids_run_their_probe(tmp_path, monkeypatch):
 
 
 def test_unknown_case_is_refused_before_anything_is_made():
-    with pytest.raises(RequestError) as caught:
-        bisect("peft", "0.19.1", "0.21.2", case="R03_SPLIT_4BITS")
-    assert "R03_SPLIT_4BIT" in caught.value.allowed
+    assert "R03_SPLIT_4BIT" in refused(bisect, "peft", "0.19.1", "0.21.2", case="R03_SPLIT_4BITS").allowed
 
 
 def test_folders_that_are_no_model_or_adapter_are_refused_before_anything_is_made(tmp_path):
@@ -437,9 +420,8 @@ def test_environment_that_is_not_as_asked_is_no_environment(tmp_path):
             code, output = super().__call__(command, timeout_s)
             return code, output.replace("5.6.2", "5.9.0") if '"versions"' in output else output
 
-    with pytest.raises(InstallError) as caught:
-        made_by(Lying(), tmp_path).python_for("peft", "1.8.0")
-    assert "transformers is 5.9.0" in str(caught.value)
+    error = raised(InstallError, lambda: made_by(Lying(), tmp_path).python_for("peft", "1.8.0"))
+    assert "transformers is 5.9.0" in str(error)
 
 
 def test_environments_are_dropped_unless_kept(tmp_path):
@@ -459,16 +441,13 @@ def test_without_the_index_kept_environments_are_searched(tmp_path):
 
 
 def test_without_index_and_environments_it_is_refused(tmp_path):
-    with pytest.raises(RequestError) as caught:
-        run(tmp_path, Case({}), Index(offline=True))
-    assert caught.value.field == "bisect" and "index.example" not in str(caught.value)
+    error = refused(lambda: run(tmp_path, Case({}), Index(offline=True)))
+    assert error.field == "bisect" and "index.example" not in str(error)
 
 
 def test_interpreter_without_pip_is_told(tmp_path):
     environments = Environments(BASE, {}, None, tmp_path, runner=lambda command, timeout_s: (1, "No module named pip"))
-    with pytest.raises(RequestError) as caught:
-        environments.releases("peft")
-    assert caught.value.hint == "python -m ensurepip"
+    assert refused(environments.releases, "peft").hint == "python -m ensurepip"
 
 
 def test_reason_is_the_error_line_without_addresses():
@@ -490,9 +469,7 @@ def test_base_is_read_from_its_interpreter():
 
     assert base.versions["torch"] == torch.__version__
     assert any(Path(folder) == Path(torch.__file__).parents[1] for folder in base.folders)
-    with pytest.raises(RequestError) as caught:
-        Base.read("/no/such/python")
-    assert caught.value.field == "python"
+    assert refused(Base.read, "/no/such/python").field == "python"
 
 
 def test_a_real_environment_imports_the_bases_torch(tmp_path):

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.adapter_files import write_adapter
+from tests.raised import raised, refused
 from trimtab.doctor.cases import runner as case_runner
 from trimtab.doctor.cases import runner as case_script
 from trimtab.doctor.cases.cases import (
@@ -22,7 +23,7 @@ from trimtab.doctor.cases.cases import (
     find_parts,
     skip_modules,
 )
-from trimtab.errors import AdapterError, RequestError
+from trimtab.errors import AdapterError
 
 LANGUAGE = "model.language_model"
 LLAMA = ("", "model", "model.embed_tokens", "model.layers", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
@@ -33,21 +34,17 @@ def case(name: str) -> Case:
 
 
 def test_names_are_unique_and_the_fields_are_there():
-    assert len(set(CASE_NAMES)) == len(CASES) >= 35
-    assert {"R05_ALL_GPU_4BIT", "R03_SPLIT_4BIT"} <= set(CASE_NAMES)
+    assert len(set(CASE_NAMES)) == len(CASES) >= 35 and {"R05_ALL_GPU_4BIT", "R03_SPLIT_4BIT"} <= set(CASE_NAMES)
 
 
 def test_unknown_case_is_refused_with_near_names():
-    with pytest.raises(RequestError) as caught:
-        find_cases(["r03-split-4bits"])
-    assert caught.value.field == "case" and caught.value.value == "r03-split-4bits"
-    assert "R03_SPLIT_4BIT" in caught.value.near and len(caught.value.near) <= 3
+    error = refused(find_cases, ["r03-split-4bits"])
+    assert error.field == "case" and error.value == "r03-split-4bits"
+    assert "R03_SPLIT_4BIT" in error.near and len(error.near) <= 3
 
 
 def test_name_like_nothing_is_refused_with_all_names():
-    with pytest.raises(RequestError) as caught:
-        find_cases(["xyzzy"])
-    assert caught.value.allowed == CASE_NAMES
+    assert refused(find_cases, ["xyzzy"]).allowed == CASE_NAMES
 
 
 def test_cases_come_in_the_tables_order_and_once():
@@ -66,8 +63,7 @@ def test_reference_has_the_cases_own_formats():
         "MERGE_FRESH_BF16": "none", "SPLIT_INT8": "int8+towers", "NOTHING_QUANTIZED": "none", "AUTO_MAP_4BIT": "nf4",
     }  # fmt: skip
     assert {name: case(name).reference for name in wanted} == wanted
-    assert case("MERGE_DEQUANTIZE_IN_PLACE").line_reference == "none"
-    assert case("NOTHING_QUANTIZED").line_reference == "nf4"
+    assert case("MERGE_DEQUANTIZE_IN_PLACE").line_reference == "none" and case("NOTHING_QUANTIZED").line_reference == "nf4"
 
 
 # Maps -----------------------------------------------------------------------------------------------------------------
@@ -89,8 +85,7 @@ def test_prefixed_map_keeps_the_catch_all_as_it_is():
 
 def test_block_map_gives_half_of_the_layers_away_one_key_a_layer():
     found = device_map("blocks", GEMMA4)
-    places = [found[f"{LANGUAGE}.layers.{index}"] for index in range(5)]
-    assert places == [0, 0, "cpu", "cpu", "cpu"]
+    assert [found[f"{LANGUAGE}.layers.{index}"] for index in range(5)] == [0, 0, "cpu", "cpu", "cpu"]
     assert f"{LANGUAGE}.layers" not in found and found["model.vision_tower"] == 0
 
 
@@ -157,9 +152,7 @@ def test_original_adapter_is_not_written(tmp_path):
 
 
 def test_folder_that_is_no_adapter_is_refused(tmp_path):
-    with pytest.raises(AdapterError) as caught:
-        case_runner.write_variants(tmp_path, tmp_path / "out")
-    assert caught.value.path == str(tmp_path)
+    assert raised(AdapterError, case_runner.write_variants, tmp_path, tmp_path / "out").path == str(tmp_path)
 
 
 # Scripts --------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from packaging.version import Version
 
 from tests import ROOT, pico
+from tests.raised import raised
 from trimtab.doctor.cases import runner as matrix
 from trimtab.doctor.cases.cases import CASES
 from trimtab.doctor.cases.runner import matrix_document, read_runs, run_matrix, save_runs, saving
@@ -135,8 +136,7 @@ def test_record_names_no_folder_of_the_interpreter_or_the_adapter(processes):
 def test_reference_is_made_once_a_quantization(processes):
     found = processes()
     stock(A, B, "SPLIT_BF16")
-    names = [request["name"] for module, request, _ in found.asked if module == "reference"]
-    assert names == ["nf4+towers", "none"]
+    assert [request["name"] for module, request, _ in found.asked if module == "reference"] == ["nf4+towers", "none"]
 
 
 def test_limits_interpreter_and_pressure_reach_the_case(processes):
@@ -167,23 +167,19 @@ def test_case_about_towers_does_not_apply_to_a_model_without(processes, tmp_path
 
 def test_interpreter_without_the_packages_is_refused_with_their_names(processes):
     processes(packages={"versions": {}, "missing": ["peft", "accelerate"], "has_gpu": False})
-    with pytest.raises(RequestError) as caught:
-        stock(A, python="other")
-    assert caught.value.field == "python" and caught.value.value == "other" and "peft, accelerate" in str(caught.value)
+    error = raised(RequestError, stock, A, python="other")
+    assert error.field == "python" and error.value == "other" and "peft, accelerate" in str(error)
 
 
 def test_interpreter_that_is_none_is_refused(tmp_path):
-    with pytest.raises(RequestError) as caught:
-        stock(A, python=tmp_path / "no-such-python")
-    assert caught.value.field == "python"
+    assert raised(RequestError, stock, A, python=tmp_path / "no-such-python").field == "python"
 
 
 def test_user_model_without_an_adapter_is_refused_for_cases_that_need_one(processes, tmp_path):
     processes()
-    with pytest.raises(RequestError) as caught:
-        stock(A, "SPLIT_4BIT_NO_ADAPTER", model=pico.build("gemma4", tmp_path / "model"))
-    assert caught.value.field == "adapter" and A in str(caught.value)
-    assert "SPLIT_4BIT_NO_ADAPTER" in caught.value.allowed and A not in caught.value.allowed
+    error = raised(RequestError, lambda: stock(A, "SPLIT_4BIT_NO_ADAPTER", model=pico.build("gemma4", tmp_path / "model")))
+    assert error.field == "adapter" and A in str(error)
+    assert "SPLIT_4BIT_NO_ADAPTER" in error.allowed and A not in error.allowed
 
 
 def test_folder_that_is_no_model_is_refused(processes, tmp_path):
@@ -194,9 +190,8 @@ def test_folder_that_is_no_model_is_refused(processes, tmp_path):
 
 def test_gpu_that_is_not_there_is_refused(processes):
     processes()
-    with pytest.raises(RequestError) as caught:
-        stock(A, device="cuda")
-    assert caught.value.field == "device" and caught.value.allowed == ("auto", "cpu")
+    error = raised(RequestError, stock, A, device="cuda")
+    assert error.field == "device" and error.allowed == ("auto", "cpu")
 
 
 @pytest.mark.parametrize("options, field", [
@@ -204,9 +199,7 @@ def test_gpu_that_is_not_there_is_refused(processes):
     ({"pressure": 1.0}, "pressure"), ({"pressure": 0.0}, "pressure"),
 ])  # fmt: skip
 def test_wrong_question_is_refused(options, field):
-    with pytest.raises(RequestError) as caught:
-        run_matrix(**options)
-    assert caught.value.field == field
+    assert raised(RequestError, run_matrix, **options).field == field
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -233,9 +226,8 @@ def test_failed_save_leaves_the_last_file(tmp_path):
 def test_place_that_cannot_be_written_to_is_known_before_the_first_case(tmp_path):
     (tmp_path / "file").write_text("")
     for place in (tmp_path, tmp_path / "file" / "runs.json"):
-        with pytest.raises(RequestError) as caught:
-            saving(place, {})
-        assert (caught.value.field, caught.value.value) == ("save", str(place))
+        error = raised(RequestError, saving, place, {})
+        assert (error.field, error.value) == ("save", str(place))
 
 
 @pytest.mark.parametrize("text, reason", [
@@ -245,9 +237,8 @@ def test_place_that_cannot_be_written_to_is_known_before_the_first_case(tmp_path
 def test_file_that_holds_no_runs_is_refused(tmp_path, text, reason):
     file = tmp_path / "runs.json"
     file.write_text(text)
-    with pytest.raises(CheckpointError) as caught:
-        read_runs(file)
-    assert caught.value.path == str(file) and reason in str(caught.value)
+    error = raised(CheckpointError, read_runs, file)
+    assert error.path == str(file) and reason in str(error)
 
 
 def test_runs_file_that_is_not_there_is_refused(tmp_path):

@@ -72,15 +72,11 @@ def probe(bug_id: str, kit: Kit) -> Seen:
 
 
 @needs_peft
-@pytest.mark.parametrize("bug_id", NEED_SPLIT_OR_QUANTIZED)
-def test_without_a_split_and_without_quantization_the_probe_says_fixed(bug_id, folder):
-    assert probe(bug_id, WholeKit(folder)).state == FIXED
-
-
-@needs_peft
-@pytest.mark.parametrize("bug_id", NEED_GEMMA4)
-def test_on_another_family_the_probe_says_fixed(bug_id, folder):
-    assert probe(bug_id, LlamaKit(folder)).state == FIXED
+@pytest.mark.parametrize(("bug_id", "kit"), [
+    *((one, WholeKit) for one in NEED_SPLIT_OR_QUANTIZED), *((one, LlamaKit) for one in NEED_GEMMA4),
+])  # fmt: skip
+def test_without_what_a_bug_needs_the_probe_says_fixed(bug_id, kit, folder):
+    assert probe(bug_id, kit(folder)).state == FIXED
 
 
 @needs_peft
@@ -102,8 +98,7 @@ def test_a_device_map_key_that_upstream_refuses_is_fixed(folder, monkeypatch):
 
     monkeypatch.setattr(accelerate.big_modeling, "check_device_map", refuse)
     seen = probe("C5", Kit(folder))
-    assert seen.state == FIXED
-    assert "model.multi_modal_projector" in seen.evidence
+    assert seen.state == FIXED and "model.multi_modal_projector" in seen.evidence
 
 
 def test_a_map_that_compares_whole_names_is_fixed(folder, monkeypatch):
@@ -169,13 +164,10 @@ def test_the_streamer_is_fixed_where_no_device_waits_and_present_where_the_cpu_d
     assert (seen.state, "1 step(s) late" in seen.evidence) == (PRESENT, True)
 
 
-@pytest.mark.parametrize(
-    ("counts_in_rows", "capability", "system", "state"),
-    [
-        (True, "AVX512", "posix", PRESENT), (False, "AVX512", "posix", FIXED), (False, "AVX2", "posix", NOT_APPLICABLE),
-        (False, "AVX512", "nt", NOT_APPLICABLE),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("counts_in_rows", "capability", "system", "state"), [
+    (True, "AVX512", "posix", PRESENT), (False, "AVX512", "posix", FIXED), (False, "AVX2", "posix", NOT_APPLICABLE),
+    (False, "AVX512", "nt", NOT_APPLICABLE),
+])  # fmt: skip
 def test_scales_of_rows_are_judged_by_what_is_unpacked(counts_in_rows, capability, system, state, folder, monkeypatch):
     functional = pytest.importorskip("bitsandbytes.functional")
     import torch

@@ -34,8 +34,7 @@ def test_no_two_entries_share_a_title_or_a_symptom():
 @each_bug
 def test_file_opens_with_its_id_and_has_a_probe(stem):
     bug, module = BUGS[stem], MODULES[stem]
-    assert module.__doc__.startswith(f"{bug.id}: ")
-    assert list(inspect.signature(module.probe).parameters) == ["kit"]
+    assert module.__doc__.startswith(f"{bug.id}: ") and list(inspect.signature(module.probe).parameters) == ["kit"]
 
 
 @each_bug
@@ -65,8 +64,7 @@ def test_every_tracker_says_what_it_is_or_how_it_stands_and_is_named_once(stem):
 def test_the_first_owner_is_one_of_the_packages(stem):
     bug = BUGS[stem]
     packages = [affected.package for affected in bug.affected]
-    assert len(set(packages)) == len(packages)
-    assert bug.owner[0] in (*packages, "servers")
+    assert len(set(packages)) == len(packages) and bug.owner[0] in (*packages, "servers")
 
 
 @each_bug
@@ -84,8 +82,7 @@ def test_the_kind_of_evidence_is_one_that_the_texts_carry(stem):
     if bug.evidence == "run":
         assert re.search(r"\brun\b|\bruns\b|\breproduced\b|\bshown\b", bug.versions), bug.versions
     if bug.evidence == "tracker":
-        assert bug.trackers
-        assert "reported" in bug.versions
+        assert bug.trackers and "reported" in bug.versions
 
 
 @each_bug

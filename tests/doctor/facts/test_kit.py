@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.raised import raised
 from trimtab.doctor.facts import probe_kit as kits
 from trimtab.doctor.facts import tiny
 from trimtab.doctor.facts.probe_kit import EVERYWHERE, LLAMA_SPLIT, TOWERS_OFF, Kit
@@ -56,8 +57,7 @@ def test_checkpoint_is_written_once_for_each_variant(kit):
     first = kit.checkpoint("llama")
     written = (first / "model.safetensors").stat().st_mtime_ns
     wide = kit.checkpoint("llama", intermediate_size=192)
-    assert kit.checkpoint("llama") == first != wide
-    assert (first / "model.safetensors").stat().st_mtime_ns == written
+    assert kit.checkpoint("llama") == first != wide and (first / "model.safetensors").stat().st_mtime_ns == written
     assert kit.load(wide).config.intermediate_size == 192
 
 
@@ -85,8 +85,7 @@ def test_split_model_offloads_what_the_map_says_and_answers_the_same(kit):
 def test_disk_map_offloads_to_the_kit_folder(kit):
     with kits.quiet():
         split = kit.load(kit.checkpoint("llama"), device_map={**LLAMA_SPLIT, "model.layers.1": "disk"})
-    assert split.hf_device_map["model.layers.1"] == "disk"
-    assert split.model.layers[1].mlp.up_proj.weight.device.type == "meta"
+    assert split.hf_device_map["model.layers.1"] == "disk" and split.model.layers[1].mlp.up_proj.weight.device.type == "meta"
     assert torch.equal(kit.forward(split), kit.forward(kit.load(kit.checkpoint("llama"))))
 
 
@@ -174,13 +173,12 @@ def test_what_transformers_says_once_is_heard_each_time():
 
 
 def test_frames_name_libraries_and_files_from_the_package_on(kit):
-    with pytest.raises(OSError) as caught:
-        kit.load(kit.folder / "empty")
-    frames = kits.frames(caught.value)
+    error = raised(OSError, kit.load, kit.folder / "empty")
+    frames = kits.frames(error)
     assert frames and {frame["library"] for frame in frames} == {"transformers"}
     assert all(frame["file"].startswith("transformers/") and frame["line"] > 0 for frame in frames)
     last = frames[-1]
-    assert kits.failure(caught.value).endswith(f" at {last['file']}:{last['line']} {last['function']}")
+    assert kits.failure(error).endswith(f" at {last['file']}:{last['line']} {last['function']}")
 
 
 def test_failure_of_an_error_without_text_or_library_says_so():
@@ -190,15 +188,11 @@ def test_failure_of_an_error_without_text_or_library_says_so():
         assert kits.failure(error) == "AssertionError: (no text)"
 
 
-@pytest.mark.parametrize(
-    "file, expected",
-    [
-        ("/home/peft/env/lib/python3.11/site-packages/peft/peft_model.py", "peft/peft_model.py"),
-        ("/home/peft/src/peft/peft_model.py", "peft/peft_model.py"),
-        ("/opt/src/peft/peft_model.py", "peft/peft_model.py"),
-        ("/opt/elsewhere/thing.py", "thing.py"),
-    ],
-)
+@pytest.mark.parametrize("file, expected", [
+    ("/home/peft/env/lib/python3.11/site-packages/peft/peft_model.py", "peft/peft_model.py"),
+    ("/home/peft/src/peft/peft_model.py", "peft/peft_model.py"), ("/opt/src/peft/peft_model.py", "peft/peft_model.py"),
+    ("/opt/elsewhere/thing.py", "thing.py"),
+])  # fmt: skip
 def test_file_of_a_frame_never_shows_what_lies_before_the_package(file, expected):
     assert kits.from_package(file, "peft") == expected
 

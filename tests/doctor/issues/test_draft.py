@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import ROOT
+from tests.raised import refused
 from trimtab.doctor.cases.labels import LABELS
 from trimtab.doctor.facts.buckets import BUCKETS, STATES, Bucket
 from trimtab.doctor.facts.bug import Affected, Bug
@@ -135,9 +136,8 @@ def the_draft(made, name):
 
 
 def test_a_sentence_without_a_run_cannot_be_made():
-    with pytest.raises(RequestError) as caught:
-        Statement("it fails", ())
-    assert (caught.value.field, caught.value.value) == ("statement", "it fails")
+    error = refused(Statement, "it fails", ())
+    assert (error.field, error.value) == ("statement", "it fails")
     with pytest.raises(RequestError):
         Statement("it fails", ({"case": "made up"},))
     with pytest.raises(RequestError):
@@ -145,11 +145,10 @@ def test_a_sentence_without_a_run_cannot_be_made():
 
 
 def test_what_is_no_record_is_no_evidence():
-    with pytest.raises(RequestError) as caught:
-        evidence_of([record("A"), {"case": "B", "engine": 3}, "text"])
-    assert caught.value.field == "runs"
-    assert "run 2: 'engine' is a int; 'label' is missing; 'versions' is missing" in str(caught.value)
-    assert "run 3: a str, not an object" in str(caught.value)
+    error = refused(lambda: evidence_of([record("A"), {"case": "B", "engine": 3}, "text"]))
+    assert error.field == "runs"
+    assert "run 2: 'engine' is a int; 'label' is missing; 'versions' is missing" in str(error)
+    assert "run 3: a str, not an object" in str(error)
     with pytest.raises(RequestError):
         Run("r1", {})
 
@@ -250,11 +249,9 @@ def test_lines_that_differ_in_a_module_are_told_once():
 
 
 def test_without_the_run_the_sentence_is_gone():
-    with_it = the_draft(make(), "quant-state-meta-item").markdown()
-    assert "runs without an adapter. [r3]" in with_it
+    assert "runs without an adapter. [r3]" in the_draft(make(), "quant-state-meta-item").markdown()
     runs = [run for run in the_runs() if run["case"] != "SPLIT_4BIT_NO_ADAPTER"]
-    without = the_draft(make(runs), "quant-state-meta-item").markdown()
-    assert "runs without an adapter" not in without
+    assert "runs without an adapter" not in the_draft(make(runs), "quant-state-meta-item").markdown()
 
 
 # Buckets --------------------------------------------------------------------------------------------------------------
@@ -339,8 +336,7 @@ def test_a_release_with_a_fix_makes_it_fixed_and_a_failure_with_the_fix_makes_it
             record("R05") | {"versions": versions},
         ]
         (one,) = make(runs, run_script=answer).drafts
-        assert one.state == state
-        assert "accelerate 1.14.0 or bitsandbytes 0.50.0 (catalogue)" in one.markdown()
+        assert one.state == state and "accelerate 1.14.0 or bitsandbytes 0.50.0 (catalogue)" in one.markdown()
         assert ("| Came back | fails with accelerate 1.15.0 (fixed in 1.14.0)" in one.markdown()) == (state == "primary")
     (run,) = evidence_of([record("X")])
     assert not fixed_here(BUGS["A1"], run) and came_back(BUGS["A1"], run) == []
@@ -362,14 +358,11 @@ def test_what_probes_saw_is_told():
 # Owner and threads ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "files, owner",
-    [
-        (("peft/a.py", "accelerate/hooks.py", "bitsandbytes/functional.py", "torch/x.py"), "bitsandbytes"),
-        (("peft/a.py", "accelerate/hooks.py"), "accelerate"), (("transformers/a.py", "peft/tuners/lora/model.py"), "peft"),
-        (("peft/a.py", "transformers/models/gemma4/modeling_gemma4.py"), "transformers"), (("torch/x.py",), "transformers"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("files, owner", [
+    (("peft/a.py", "accelerate/hooks.py", "bitsandbytes/functional.py", "torch/x.py"), "bitsandbytes"),
+    (("peft/a.py", "accelerate/hooks.py"), "accelerate"), (("transformers/a.py", "peft/tuners/lora/model.py"), "peft"),
+    (("peft/a.py", "transformers/models/gemma4/modeling_gemma4.py"), "transformers"), (("torch/x.py",), "transformers"),
+])  # fmt: skip
 def test_the_owner_is_the_layer_of_the_failing_frame(files, owner):
     (run,) = evidence_of([record("X", "UNKNOWN", exception=failure("E", "m", *((file, 1, "f") for file in files)))])
     assert owner_of(None, run)[0] == owner
@@ -440,21 +433,18 @@ def test_a_draft_has_every_section():
 # Reproducers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "answer, reason",
-    [
-        (came("works: x\n", exit_code=0), "did not show the failure (exit code 0)"),
-        (came(printed("KeyError", "22")), "ended in another failure (KeyError: 22)"),
-        (came(printed("RuntimeError", "something else")), "ended in another failure"),
-        (came(printed("RuntimeError", ITEM, "peft/x.py")), "failed in another place than the run"),
-        (
-            came(printed("RuntimeError", ITEM, "bitsandbytes/functional.py").replace("works", "no")),
-            "failed in the case that should work",
-        ),
-        (came(printed("RuntimeError", ITEM, "bitsandbytes/functional.py"), versions=OLD), "with other versions than the run"),
-        (came("", ended="timeout"), "ended as timeout"),
-    ],
-)
+@pytest.mark.parametrize("answer, reason", [
+    (came("works: x\n", exit_code=0), "did not show the failure (exit code 0)"),
+    (came(printed("KeyError", "22")), "ended in another failure (KeyError: 22)"),
+    (came(printed("RuntimeError", "something else")), "ended in another failure"),
+    (came(printed("RuntimeError", ITEM, "peft/x.py")), "failed in another place than the run"),
+    (
+        came(printed("RuntimeError", ITEM, "bitsandbytes/functional.py").replace("works", "no")),
+        "failed in the case that should work",
+    ),
+    (came(printed("RuntimeError", ITEM, "bitsandbytes/functional.py"), versions=OLD), "with other versions than the run"),
+    (came("", ended="timeout"), "ended as timeout"),
+])  # fmt: skip
 def test_a_reproducer_that_does_not_show_the_failure_makes_no_draft(answer, reason):
     made = make([r03(), record("R05")], run_script=lambda text: answer)
     assert made.drafts == ()
@@ -483,13 +473,10 @@ def test_a_known_bug_without_a_bucket_uses_the_run_s_own_script():
 
 
 def test_the_last_traceback_counts():
-    text = (
-        printed("KeyError", "1", "a.py")
-        + "\nDuring handling of the above exception\n\n"
-        + printed("x.y.TypeError", "no: way", "b.py")
-    )
-    assert raised_in(text) == ("TypeError", "no: way", ("b.py",))
-    assert raised_in("all well\n") == ("", "", ())
+    text = (printed("KeyError", "1", "a.py") + "\nDuring handling of the above exception\n\n" + printed(
+        "x.y.TypeError", "no: way", "b.py",
+    ))  # fmt: skip
+    assert raised_in(text) == ("TypeError", "no: way", ("b.py",)) and raised_in("all well\n") == ("", "", ())
 
 
 def test_a_script_runs_by_itself_and_leaves_nothing():
@@ -500,8 +487,7 @@ def test_a_script_runs_by_itself_and_leaves_nothing():
     found = draft_run.run_script(text, timeout_s=60)
     assert (found["ended"], found["exit_code"]) == ("done", 1)
     assert "works: True" in found["output"] and "50%" not in found["output"]
-    assert raised_in(found["output"])[:2] == ("KeyError", "'gone'")
-    assert found["versions"]["torch"]
+    assert raised_in(found["output"])[:2] == ("KeyError", "'gone'") and found["versions"]["torch"]
 
 
 def shows_its_failure(name):
@@ -568,37 +554,32 @@ def test_claims_are_decided_on_the_runs():
     assert len(states) == len(CLAIMS)
     broken = states["CPU offload is broken."]
     assert broken.state == REFUTED and [run.mark for run in broken.refuted_by] == ["r3", "r5"]
-    assert states["PEFT expects the towers on the GPU."].state == REFUTED
-    assert states["Merging is broken."].state == NOT_TESTED
+    assert states["PEFT expects the towers on the GPU."].state == REFUTED and states["Merging is broken."].state == NOT_TESTED
     only_failures = decide_claims(evidence_of([r03()]))
     assert {one.claim.text: one.state for one in only_failures}["CPU offload is broken."] == WIDER
 
 
-@pytest.mark.parametrize(
-    "claim, run",
-    [
-        ("Merging is broken.", record("M", "BF16_MERGED_MATCHES_BF16_ADAPTER", quant=None, merged=True)),
-        ("8-bit layers cannot be offloaded either.", record("I", asked=TOWERS, quantized={"Linear8bitLt": 3})),
-        (
-            "Switching double quantization off is a fix.",
-            record("S", "FAIL_QUANT_STATE_META_COPY", asked=TOWERS, exception=META_ITEM,
-                   quant={**NF4, "bnb_4bit_use_double_quant": False}),
-        ),
-        (
-            "PEFT keeps the placement if it is given the base's own device_map.",
-            record("P", "PASS_BUT_PLACEMENT_UNDONE", asked=TOWERS, adapter_map=TOWERS, placement_kept=False),
-        ),
-        (
-            "offload_buffers=True and ephemeral_gpu_offload=True make PEFT keep the offload.",
-            {**r03(), "configuration": {**r03()["configuration"], "adapter": {"offload_buffers": True}}},
-        ),
-        ("PEFT with bitsandbytes in 4 bits is broken.", record("G")),
-        ("All Gemma 4 adapters fail.", record("G")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("claim, run", [
+    ("Merging is broken.", record("M", "BF16_MERGED_MATCHES_BF16_ADAPTER", quant=None, merged=True)),
+    ("8-bit layers cannot be offloaded either.", record("I", asked=TOWERS, quantized={"Linear8bitLt": 3})),
+    (
+        "Switching double quantization off is a fix.",
+        record("S", "FAIL_QUANT_STATE_META_COPY", asked=TOWERS, exception=META_ITEM,
+               quant={**NF4, "bnb_4bit_use_double_quant": False}),
+    ),
+    (
+        "PEFT keeps the placement if it is given the base's own device_map.",
+        record("P", "PASS_BUT_PLACEMENT_UNDONE", asked=TOWERS, adapter_map=TOWERS, placement_kept=False),
+    ),
+    (
+        "offload_buffers=True and ephemeral_gpu_offload=True make PEFT keep the offload.",
+        {**r03(), "configuration": {**r03()["configuration"], "adapter": {"offload_buffers": True}}},
+    ),
+    ("PEFT with bitsandbytes in 4 bits is broken.", record("G")),
+    ("All Gemma 4 adapters fail.", record("G")),
+])  # fmt: skip
 def test_one_run_refutes_a_claim(claim, run):
-    decided = {one.claim.text: one.state for one in decide_claims(evidence_of([run]))}
-    assert decided[claim] == REFUTED
+    assert {one.claim.text: one.state for one in decide_claims(evidence_of([run]))}[claim] == REFUTED
     bridged = {**run, "engine": "trimtab"}
     assert {one.claim.text: one.state for one in decide_claims(evidence_of([bridged]))}[claim] == NOT_TESTED
 
@@ -694,25 +675,20 @@ def test_a_message_with_a_fence_stays_inside_its_own():
 # Personal data --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text, wanted",
-    [
-        ('File "/home/jane/venv/lib/python3.11/site-packages/peft/x.py", line 3', 'File "peft/x.py", line 3'),
-        (r'File "C:\Users\Jane Doe\site-packages\peft\tuners\x.py", line 3', 'File "peft/tuners/x.py", line 3'),
-        ("in /home/jane/models/e4b.safetensors.", "in <path>/e4b.safetensors."),
-        ("'/home/jane doe/x.bin'", "'<path>/x.bin'"),
-        (r"E:\offload", "<path>"),
-        ("~/models/x", "<path>"),
-        ("jane@example.com hf_abcdefghijABCDEFGHIJ0123", "<address> <token>"),
-        ("\\\\server\\share\\x.bin", "<path>/x.bin"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text, wanted", [
+    ('File "/home/jane/venv/lib/python3.11/site-packages/peft/x.py", line 3', 'File "peft/x.py", line 3'),
+    (r'File "C:\Users\Jane Doe\site-packages\peft\tuners\x.py", line 3', 'File "peft/tuners/x.py", line 3'),
+    ("in /home/jane/models/e4b.safetensors.", "in <path>/e4b.safetensors."),
+    ("'/home/jane doe/x.bin'", "'<path>/x.bin'"),
+    (r"E:\offload", "<path>"),
+    ("~/models/x", "<path>"),
+    ("jane@example.com hf_abcdefghijABCDEFGHIJ0123", "<address> <token>"),
+    ("\\\\server\\share\\x.bin", "<path>/x.bin"),
+])  # fmt: skip
 def test_what_is_personal_is_taken_out(text, wanted):
     assert clean(text) == wanted
     check_clean(wanted, what="x")
-    with pytest.raises(RequestError) as caught:
-        check_clean(text, what="x")
-    assert caught.value.field == "x"
+    assert refused(check_clean, text, what="x").field == "x"
 
 
 @pytest.mark.parametrize(
@@ -745,9 +721,7 @@ def test_a_draft_that_would_still_hold_one_is_refused(monkeypatch):
     monkeypatch.setattr(draft, "clean", lambda text: text)
     output = printed("RuntimeError", ITEM, "/home/jane/site-packages/bitsandbytes/functional.py")
     made = make([r03(), record("OK")], run_script=lambda text: came(output))
-    with pytest.raises(RequestError) as caught:
-        made.drafts[0].markdown()
-    assert caught.value.field == "bitsandbytes-quant-state-meta-item.md"
+    assert refused(made.drafts[0].markdown).field == "bitsandbytes-quant-state-meta-item.md"
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -782,9 +756,8 @@ def test_an_empty_folder_is_used_and_a_full_one_refused(tmp_path, catalogue):
     folder = tmp_path / "out"
     folder.mkdir()
     written(folder)
-    with pytest.raises(RequestError) as caught:
-        written(folder)
-    assert (caught.value.field, caught.value.value) == ("drafts", str(folder))
+    error = refused(written, folder)
+    assert (error.field, error.value) == ("drafts", str(folder))
     (folder / "peft-old.md").write_text("an old one")
     written(folder, overwrite=True)
     assert not (folder / "peft-old.md").exists() and (folder / "NOT_TO_FILE.md").exists()
@@ -820,9 +793,7 @@ def test_nothing_is_left_behind_when_writing_fails(tmp_path, catalogue, monkeypa
 
 
 def test_no_runs_no_drafts():
-    with pytest.raises(RequestError) as caught:
-        draft.make_drafts([], ENVIRONMENT, bugs=BUGS)
-    assert caught.value.field == "runs"
+    assert refused(draft.make_drafts, [], ENVIRONMENT, bugs=BUGS).field == "runs"
 
 
 def test_the_catalogue_s_own_bugs_are_read():

@@ -205,8 +205,7 @@ def test_the_matrices_give_a_draft_for_every_bucket_but_those_that_need_another_
 
 def body_of(text):
     """Return the issue's text without what it quotes: fences, then code spans."""
-    body = text.partition("\n---\n")[2]
-    return CODE_SPAN.sub("``", re.sub(r"^(`{3,}).*?^\1$", "", body, flags=re.S | re.M))
+    return CODE_SPAN.sub("``", re.sub(r"^(`{3,}).*?^\1$", "", text.partition("\n---\n")[2], flags=re.S | re.M))
 
 
 def packing(run):

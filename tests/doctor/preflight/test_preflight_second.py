@@ -147,9 +147,7 @@ def test_budgets_map_and_log_line_are_accelerates(name, monkeypatch, caplog):
         found = plan_of(question(name, "nf4-dq", free))
         left = {device: max(nbytes - dict(found["adapter"]).get(str(device), 0), 0) for device, nbytes in free.items()}
         budgets, device_map, required = real_plan(model, left, monkeypatch, caplog)
-        assert dict(found["budgets"]) == budgets
-        assert dict(found["map"]) == device_map
-        assert dict(found["required"]) == required
+        assert dict(found["budgets"]) == budgets and dict(found["map"]) == device_map and dict(found["required"]) == required
         splits += len(set(device_map.values())) > 1
         requirements += bool(required)
     assert splits > 1 and requirements > 1, "the memories do not reach the cases"

@@ -15,8 +15,7 @@ GIB = 2**30
 
 def card(total_gib: float):
     """A machine whose whole budget is this: the driver's share comes out of it."""
-    machine = gpu(8, 24)
-    return gpu(total_gib - machine.context_bytes / GIB, 24)
+    return gpu(total_gib - gpu(8, 24).context_bytes / GIB, 24)
 
 
 @pytest.fixture(scope="module")

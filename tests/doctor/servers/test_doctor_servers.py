@@ -6,11 +6,11 @@ import re
 import httpx2
 import pytest
 
+from tests.raised import refused
 from trimtab.cli import main as cli
 from trimtab.doctor.servers import report as servers
 from trimtab.doctor.servers.known import APPLIES, FAULTS, FIXED, LATER, MAY_APPLY, MERGED, ServerBug, numbers
 from trimtab.doctor.servers.report import examine
-from trimtab.errors import RequestError
 
 
 def answering(**paths):
@@ -34,8 +34,7 @@ def test_vllm_is_known_by_its_version_and_its_open_bugs_are_told():
     transport = answering(version={"version": "0.19.2rc1.dev134"}, v1__models=models("base", "mine", owner="vllm", parent="b"))
     found = examine("http://host:8000/v1", transport=transport)
     assert (found.identity.kind, found.identity.version) == ("vLLM", "0.19.2rc1.dev134")
-    assert found.identity.models == ("base", "mine")
-    assert [bug.id for bug in found.bugs(APPLIES)] == ["V1", "V4"]
+    assert found.identity.models == ("base", "mine") and [bug.id for bug in found.bugs(APPLIES)] == ["V1", "V4"]
     text = str(found)
     assert "https://github.com/vllm-project/vllm/issues/41754" in text
     assert "applies to this release\n" in text
@@ -52,8 +51,7 @@ def test_ollama_sglang_and_llama_cpp_are_told_apart():
     assert {name: found.identity.kind for name, found in reports.items()} == {name: name for name in told}
     assert reports["llama.cpp"].identity.adapters == ("a.gguf (scale 0.0)",)
     assert [bug.id for bug in reports["llama.cpp"].bugs(APPLIES)] == ["L2"]
-    assert [bug.id for bug in reports["SGLang"].bugs(APPLIES)] == ["S3"]
-    assert "an unknown server" in str(reports[""])
+    assert [bug.id for bug in reports["SGLang"].bugs(APPLIES)] == ["S3"] and "an unknown server" in str(reports[""])
 
 
 def test_a_bug_applies_to_the_release_it_was_seen_with_and_not_from_the_fix_on():
@@ -63,8 +61,7 @@ def test_a_bug_applies_to_the_release_it_was_seen_with_and_not_from_the_fix_on()
     assert [bug.standing(version) for version in ("1.2", "1.3", "1.4.0", "1.10", None, "nightly")] == [
         APPLIES, MAY_APPLY, FIXED, FIXED, MAY_APPLY, MAY_APPLY
     ]  # fmt: skip
-    assert numbers("b10121-abc") == (10121,)
-    assert numbers("v0.5.12.post1") == (0, 5, 12, 1)
+    assert numbers("b10121-abc") == (10121,) and numbers("v0.5.12.post1") == (0, 5, 12, 1)
     assert numbers("0.4.6") < numbers("0.4.6.post1") < numbers("0.4.6.post2") < numbers("0.4.7")
 
 
@@ -114,10 +111,8 @@ def test_every_entry_has_a_source_and_a_name_of_its_own(server):
     assert len(set(ids)) == len(ids)
     assert server.checks
     for bug in server.bugs:
-        assert bug.fault in ("", *FAULTS)
-        assert bug.title and bug.when and bug.way_round and bug.state
-        assert bool(bug.evidence) == bool(bug.since or bug.fixed_in)
-        assert not (bug.merged and bug.fixed_in)
+        assert bug.fault in ("", *FAULTS) and bug.title and bug.when and bug.way_round and bug.state
+        assert bool(bug.evidence) == bool(bug.since or bug.fixed_in) and not (bug.merged and bug.fixed_in)
         for source in bug.sources:
             assert re.fullmatch(
                 r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+|https://github\.com/\S+/blob/[0-9a-f]{40}/\S+", source
@@ -161,6 +156,5 @@ def test_an_address_where_nothing_answers_is_an_error():
     def nobody(request):
         raise httpx2.ConnectError("refused")
 
-    with pytest.raises(RequestError) as caught:
-        examine("http://host:1/v1", transport=httpx2.MockTransport(nobody))
-    assert (caught.value.field, caught.value.value) == ("url", "http://host:1")
+    error = refused(lambda: examine("http://host:1/v1", transport=httpx2.MockTransport(nobody)))
+    assert (error.field, error.value) == ("url", "http://host:1")

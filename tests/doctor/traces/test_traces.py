@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tests import ROOT
+from tests.raised import refused
 from tests.rules import each
 from tools import score_traces
 from trimtab.cli import main as cli
@@ -23,7 +24,6 @@ from trimtab.doctor.traces.likeness import MOST_LISTED, index_of, reported_as, t
 from trimtab.doctor.traces.reading import MOST_BYTES, MOST_LINE_CHARS, MOST_LINES, read_paste
 from trimtab.doctor.traces.reported import REPORTED
 from trimtab.doctor.traces.signatures import plain_message
-from trimtab.errors import RequestError
 from trimtab.report.render import Lines
 
 ENTRIES = score_traces.entries()
@@ -326,9 +326,7 @@ def test_size_is_limited_before_anything_is_read(text, unit):
     if not unit:
         assert label_of(text) == UNKNOWN
         return
-    with pytest.raises(RequestError, match=unit) as refused:
-        diagnose(text)
-    assert refused.value.field == "--trace"
+    assert refused(diagnose, text, match=unit).field == "--trace"
 
 
 @pytest.mark.parametrize("text", [
@@ -513,8 +511,7 @@ def test_json_has_the_list(tmp_path, capsys):
 
 def test_words_are_stems_parts_of_names_and_whole_names():
     found = ["load", "param", "4", "bit", "item", "=params4bit", "4", "bit"]
-    assert tokens("Loading Params4bit.item() in 4bit") == found
-    assert tokens("the merges_and") == ["merg", "=merges_and"]
+    assert tokens("Loading Params4bit.item() in 4bit") == found and tokens("the merges_and") == ["merg", "=merges_and"]
 
 
 def test_score_grows_with_rare_shared_words_and_falls_with_unknown_ones():
@@ -549,5 +546,4 @@ def test_every_entry_has_lines_and_a_line_needs_all_its_patterns_in_a_few_senten
 def test_page_shows_these_counts_and_the_answer_to_each_paste():
     page = score_traces.PAGE.read_text(encoding="utf-8")
     assert score_traces.likeness_table(score_traces.likeness()) in page
-    assert page.count("<!-- paste -->") == len(score_traces._PASTE.findall(page)) > 3
-    assert score_traces.answered(page) == page
+    assert page.count("<!-- paste -->") == len(score_traces._PASTE.findall(page)) > 3 and score_traces.answered(page) == page

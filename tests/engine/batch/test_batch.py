@@ -9,6 +9,7 @@ import torch
 import trimtab
 from tests import long_runs, talking
 from tests.lent import lent
+from tests.raised import raised, refused
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch import request as hf_generate
@@ -51,8 +52,7 @@ def check_alone(model, tokens):
     rows = [through(batch, model.prepare(prompt), request).row for prompt in PROMPTS]
     # The first step's logits against the model's own, teacher-forced on the same tokens.
     expected = torch.stack([model.logits(row.token_ids)[-1] for row in rows])
-    found = batch.logits().cpu()
-    assert (found - expected).abs().max() < STEP_TOLERANCE * expected.abs().max()
+    assert (batch.logits().cpu() - expected).abs().max() < STEP_TOLERANCE * expected.abs().max()
     batch.cache.positions[:3] -= 1  # the step was only looked at: do it again
     assert to_the_end(batch, rows) == alone
     return batch
@@ -106,10 +106,8 @@ def test_a_row_that_leaves_and_one_that_joins_change_no_other(model):
     prompt = batch.begin(inputs, request)
     prompt.step()
     to_the_end(batch, [])
-    assert tuple(second.answer_ids) == alone["style"]
-    assert tuple(third.answer_ids) == alone["specialist"]
-    assert tuple(late.answer_ids) == alone["rslora-dora"]
-    assert tuple(first.answer_ids) == alone[None][:2]
+    assert tuple(second.answer_ids) == alone["style"] and tuple(third.answer_ids) == alone["specialist"]
+    assert tuple(late.answer_ids) == alone["rslora-dora"] and tuple(first.answer_ids) == alone[None][:2]
 
 
 def test_a_prompt_goes_through_in_pieces(model, monkeypatch):
@@ -127,22 +125,17 @@ def test_a_prompt_goes_through_in_pieces(model, monkeypatch):
     assert to_the_end(batch, [batch.join(prompt).row]) == [whole]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0.8, "seed": 3},
-        {"temperature": 1.5, "seed": 4, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
-        {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.3},
-        {"repetition_penalty": 1.5},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.5, "seed": 4, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.3}, {"repetition_penalty": 1.5},
+])  # fmt: skip
 def test_a_seed_draws_what_it_draws_alone(model, options):
     alone = model.answer("Hello", max_new_tokens=16, **options).token_ids
     batch = Batch(model, rows=2)
     request = GenerateRequest(max_new_tokens=16, **options)
     noise = through(batch, model.prepare("Hi"), GenerateRequest(max_new_tokens=16, temperature=2.0)).row
-    row = through(batch, model.prepare("Hello"), request).row
-    assert to_the_end(batch, [noise, row])[1] == alone
+    assert to_the_end(batch, [noise, through(batch, model.prepare("Hello"), request).row])[1] == alone
 
 
 SAMPLERS = [
@@ -233,8 +226,7 @@ def test_logprobs_are_the_models_own_before_temperature(model):
     for place, found in enumerate(drawn):
         # Two float32 routes to the same logits, see STEP_TOLERANCE.
         assert found.logprob == pytest.approx(float(expected[place, found.token_id]), abs=1e-3)
-        assert len(found.top) == 3
-        assert found.top[0][1] == max(value for _, value in found.top)
+        assert len(found.top) == 3 and found.top[0][1] == max(value for _, value in found.top)
 
 
 def test_a_constraint_decides_which_tokens_can_be_drawn(model):
@@ -286,19 +278,13 @@ def test_a_poisoned_row_harms_no_other(model):
 def test_what_does_not_fit_is_refused_before_any_work(model):
     batch = Batch(model, rows=1)
     inputs = model.prepare("Hello")
-    with pytest.raises(RequestError) as caught:
-        batch.begin(inputs, GenerateRequest(max_new_tokens=1000))
-    assert caught.value.field == "prompt"
-    with pytest.raises(RequestError) as caught:
-        batch.begin(inputs, GenerateRequest(), adapter="nobody")
-    assert (caught.value.field, caught.value.allowed) == ("adapter", tuple(model.adapters))
-    with pytest.raises(RequestError) as caught:
-        batch.join(batch.begin(inputs, GenerateRequest()))
-    assert "not complete" in str(caught.value)
+    assert refused(lambda: batch.begin(inputs, GenerateRequest(max_new_tokens=1000))).field == "prompt"
+    error = refused(lambda: batch.begin(inputs, GenerateRequest(), adapter="nobody"))
+    assert (error.field, error.allowed) == ("adapter", tuple(model.adapters))
+    assert "not complete" in str(refused(lambda: batch.join(batch.begin(inputs, GenerateRequest()))))
     row = through(batch, inputs, GenerateRequest(max_new_tokens=2)).row
-    with pytest.raises(RequestError) as caught:
-        through(batch, inputs, GenerateRequest(max_new_tokens=2))
-    assert (caught.value.field, caught.value.value) == ("rows", 1)
+    error = refused(lambda: through(batch, inputs, GenerateRequest(max_new_tokens=2)))
+    assert (error.field, error.value) == ("rows", 1)
     batch.leave(row)
     with pytest.raises(RequestError):
         batch.leave(row)
@@ -315,9 +301,8 @@ def test_a_family_with_another_kind_of_state_is_refused_by_name(model, monkeypat
     monkeypatch.setattr(hf_slots, "prompt_cache", strange_cache)
     monkeypatch.setattr(model, "anatomy", replace(model.anatomy, prompts_unsupported="layer 1 keeps a Strange"))
     batch = Batch(model, rows=1)
-    with pytest.raises(DeviceError) as caught:
-        through(batch, model.prepare("Hello"), GenerateRequest(max_new_tokens=2))
-    assert "layer 1 keeps a Strange" in str(caught.value)
+    error = raised(DeviceError, lambda: through(batch, model.prepare("Hello"), GenerateRequest(max_new_tokens=2)))
+    assert "layer 1 keeps a Strange" in str(error)
     assert batch.free_rows == 1
 
 

@@ -86,8 +86,7 @@ def test_groups_with_other_adapters_do_not_share(model):
         *jobs(1, group="g", adapter="style"),
         *(Job(f"b{job.id}", job.prompt, job.request, group="g") for job in jobs(1, group="g")),
     ]
-    found = run(engine, *mixed)
-    assert [last.usage["shared_tokens"] for _, last, _ in found.values()] == [0, 0]
+    assert [last.usage["shared_tokens"] for _, last, _ in run(engine, *mixed).values()] == [0, 0]
 
 
 def test_with_a_prefix_cache_choices_share_too():
@@ -102,8 +101,7 @@ def test_pythons_answers_share_one_pass(model, forwards):
     alone = [model.answer(LOOK, adapter="style", seed=7 + number, **DRAWN).token_ids for number in range(3)]
     forwards.clear()
     found = model.answers(LOOK, 3, adapter="style", seed=7, rows=3, **DRAWN)
-    assert [one.token_ids for one in found] == alone
-    assert len(forwards) == 1 and len(set(alone)) > 1
+    assert [one.token_ids for one in found] == alone and len(forwards) == 1 and len(set(alone)) > 1
     # Two rows for five answers: a row that has gone on may still be copied where no window has passed.
     more = model.answers(LOOK, 5, adapter="style", seed=7, rows=2, **DRAWN)
     assert [one.token_ids for one in more][:3] == alone

@@ -20,6 +20,7 @@ from tokenizers import decoders, models
 
 import trimtab
 from tests import pico, stock, talking
+from tests.raised import refused
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.generate import AnswerText, Detokenizer, Generation, TokenTexts, hidden_ids
 from trimtab.engine.batch.request import AnswerPenalties, Sampler
@@ -107,15 +108,12 @@ def test_top_k_1_is_greedy(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("penalty", [None, PENALTIES[0], PENALTIES[1]])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": LEAST_TEMPERATURE}, {"temperature": 100.0}, {"temperature": 1.0, "top_p": 5e-324},
-        {"temperature": 1.0, "top_p": 1.0}, {"temperature": 1.0, "min_p": 5e-324}, {"temperature": 1.0, "min_p": 1.0},
-        {"temperature": 1.0, "top_k": 2**31 - 1}, {"temperature": 1.0, "top_k": 1}, {"temperature": 0.0},
-        {"temperature": LEAST_TEMPERATURE, "top_p": 5e-324, "min_p": 1.0, "top_k": 1},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {"temperature": LEAST_TEMPERATURE}, {"temperature": 100.0}, {"temperature": 1.0, "top_p": 5e-324},
+    {"temperature": 1.0, "top_p": 1.0}, {"temperature": 1.0, "min_p": 5e-324}, {"temperature": 1.0, "min_p": 1.0},
+    {"temperature": 1.0, "top_k": 2**31 - 1}, {"temperature": 1.0, "top_k": 1}, {"temperature": 0.0},
+    {"temperature": LEAST_TEMPERATURE, "top_p": 5e-324, "min_p": 1.0, "top_k": 1},
+])  # fmt: skip
 def test_at_the_ends_of_every_range_a_token_is_sampled(options, penalty, dtype):
     # Larger logits than any model's, of both signs, and equal ones.
     logits = torch.tensor([3e4, -3e4, 1e-30, 0.0, 3e4, -1.0] * 4).to(dtype).float()
@@ -129,9 +127,7 @@ def test_at_the_ends_of_every_range_a_token_is_sampled(options, penalty, dtype):
 def test_a_temperature_is_refused_with_the_end_of_the_range_that_it_passes():
     # A server has a lower most temperature: the least one alone holds for everybody.
     for value, words in ((1e-38, "must be 0 (greedy) or at least 1e-06"), (101, "must be at most 100")):
-        with pytest.raises(RequestError) as caught:
-            GenerateRequest(temperature=value)
-        assert str(caught.value) == f"temperature={value!r}: {words}"
+        assert str(refused(GenerateRequest, temperature=value)) == f"temperature={value!r}: {words}"
 
 
 def test_a_repetition_penalty_changes_a_repeating_answer(model, stock_model):
@@ -188,9 +184,8 @@ def test_rows_and_stocks_generation_take_the_same_penalties(model, options):
 
 
 def test_a_bias_of_a_token_that_the_model_has_not_is_refused(model):
-    with pytest.raises(RequestError, match="token ids are below") as caught:
-        model.answer("Hello", max_new_tokens=2, logit_bias={10**6: 1.0})
-    assert caught.value.field == "logit_bias"
+    error = refused(model.answer, "Hello", max_new_tokens=2, logit_bias={10**6: 1.0}, match="token ids are below")
+    assert error.field == "logit_bias"
 
 
 # Rows, whose steps a GPU captures: they read a fixed number of places, so that sums are cut up another way than stock's.
@@ -271,8 +266,7 @@ def test_rows_part_from_stock_only_where_two_tokens_are_a_tie(both, name):
     dtype, model, stock_model, exact = both
     text, media, penalty = QUESTIONS[name]
     inputs = model.prepare(text, **media)
-    found = by_rows(model, inputs, 16, penalty)
-    place = check_parts_only_at_a_tie(found, stock_model, inputs, penalty, exact)
+    place = check_parts_only_at_a_tie(by_rows(model, inputs, 16, penalty), stock_model, inputs, penalty, exact)
     assert place is None or dtype == "bfloat16"
 
 
@@ -325,9 +319,8 @@ def test_text_that_waits_for_the_rest_of_a_stop_text_is_given_out_at_the_end(mod
 
 def test_a_prompt_that_is_too_long_is_refused_before_any_work(model, monkeypatch):
     monkeypatch.setattr(type(model.hf_model), "forward", lambda *a, **k: pytest.fail("work was done"))
-    with pytest.raises(RequestError, match="more than the context of 512") as caught:
-        model.generate("Hello", max_new_tokens=510)
-    assert caught.value.field == "prompt"
+    error = refused(model.generate, "Hello", max_new_tokens=510, match="more than the context of 512")
+    assert error.field == "prompt"
 
 
 def test_an_answer_without_a_given_length_has_what_the_prompt_leaves(model):
@@ -415,8 +408,7 @@ def test_pieces_never_split_a_character():
     detokenizer = Detokenizer(Bytes())
     pieces = [detokenizer.push(byte) for byte in TEXT.encode()]
     pieces.append(detokenizer.finish())
-    assert "".join(pieces) == TEXT
-    assert all("\ufffd" not in piece for piece in pieces)
+    assert "".join(pieces) == TEXT and all("\ufffd" not in piece for piece in pieces)
 
 
 class Parts:
@@ -539,8 +531,7 @@ def test_a_stop_text_never_shows_a_part_of_itself(stop):
 
 def test_what_only_looked_like_a_stop_is_given_out():
     detokenizer = Detokenizer(Bytes(), ("STOP",))
-    shown = "".join(detokenizer.push(byte) for byte in b"a STO")
-    assert shown == "a " and detokenizer.finish() == "STO"
+    assert "".join(detokenizer.push(byte) for byte in b"a STO") == "a " and detokenizer.finish() == "STO"
 
 
 class Pieces:
@@ -556,8 +547,7 @@ WORDS = [" It", " is", " red", "dish"]
 def test_a_continued_text_gets_the_space_before_the_first_new_token():
     detokenizer = Detokenizer(Pieces(), before=[0, 1])
     assert [detokenizer.push(token) for token in (2, 3)] == [" red", "dish"] and detokenizer.finish() == ""
-    alone = Detokenizer(Pieces())
-    assert alone.push(2) == "red"
+    assert Detokenizer(Pieces()).push(2) == "red"
 
 
 def test_the_demo_tokenizer_round_trips_through_pieces():

@@ -53,8 +53,7 @@ def test_an_answer_by_itself_gives_it_back(planned, replayed):  # noqa: F811 - t
     planned.decode = "graph"  # as on a GPU: one row, captured
     try:
         assert planned.answer(PROMPTS[0], max_new_tokens=6).token_ids == expected[0]
-        assert [one.rows for one in batches(planned)] == [1]
-        assert answers(planned) == expected and planned.kept.batch.rows == 3
+        assert [one.rows for one in batches(planned)] == [1] and answers(planned) == expected and planned.kept.batch.rows == 3
     finally:
         planned.decode = "auto"
 

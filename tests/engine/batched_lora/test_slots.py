@@ -8,6 +8,7 @@ import torch
 import trimtab
 from tests.adapter_files import pair, write_adapter
 from tests.anatomies import small
+from tests.raised import refused
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batched_lora.table import RANK_STEP, AdapterSlots, ExpertSlots
 from trimtab.engine.layers.leaves import Leaf
@@ -87,13 +88,10 @@ def test_the_slot_used_longest_ago_is_given_away_and_never_one_in_use(model):
     slots.set_rows(["style"])
     first = slots._table["A_ptr"].clone()
     slots.set_rows(["specialist"])
-    assert slots.row_slots.tolist() == [0]
-    assert not torch.equal(first, slots._table["A_ptr"])
+    assert slots.row_slots.tolist() == [0] and not torch.equal(first, slots._table["A_ptr"])
     slots.set_rows(["style"])
     assert torch.equal(first, slots._table["A_ptr"])
-    with pytest.raises(RequestError) as caught:
-        slots_of(model, rows=2, slots=1)
-    assert caught.value.field == "slots"
+    assert refused(slots_of, model, rows=2, slots=1).field == "slots"
 
 
 def test_an_adapter_that_is_loaded_again_gets_its_new_addresses(model):
@@ -111,8 +109,7 @@ def test_an_adapter_that_is_loaded_again_gets_its_new_addresses(model):
 
 def test_what_is_more_than_plain_lora_is_refused_by_name(model):
     slots = slots_of(model)
-    assert slots.why_not(None) is None and slots.why_not("style") is None
-    assert "DoRA" in slots.why_not("rslora-dora")
+    assert slots.why_not(None) is None and slots.why_not("style") is None and "DoRA" in slots.why_not("rslora-dora")
     with pytest.raises(RequestError, match="DoRA"):
         slots.set_rows(["rslora-dora"])
 

@@ -32,8 +32,7 @@ needs_sources = pytest.mark.skipif(ON_GPU or run.why_not() is not None, reason="
 @pytest.mark.parametrize("order", [0, 1])
 def test_the_check_passes_in_any_order_of_threads(order):
     module = cpu_module(order)
-    assert wrong_kept(module) is None
-    assert module.launches.count("write_columns") == 2
+    assert wrong_kept(module) is None and module.launches.count("write_columns") == 2
 
 
 FAULTS = {
@@ -49,8 +48,7 @@ FAULTS = {
 def test_the_check_sees_a_kernel_that_is_wrong(what):
     before, after = FAULTS[what]
     source = prompt_kernels.source()
-    assert before in source
-    assert wrong_kept(cpu_module(source=source.replace(before, after))) is not None
+    assert before in source and wrong_kept(cpu_module(source=source.replace(before, after))) is not None
 
 
 def test_a_kernel_that_cannot_run_is_named_and_left_out(monkeypatch):
@@ -95,8 +93,7 @@ def test_prompts_with_adapters_in_turn_have_the_scores_of_the_modules(columned):
     wanted = {name: answered(modules, model.prepare(ids(20)), adapter=name)[0] for name in set(names)}
     for name in names:
         before = module.launches.count("write_columns")
-        found = answered(batch, model.prepare(ids(20)), adapter=name)[0]
-        assert differ(found, wanted[name]) < BFLOAT16_TOLERANCE, name
+        assert differ(answered(batch, model.prepare(ids(20)), adapter=name)[0], wanted[name]) < BFLOAT16_TOLERANCE, name
         written.append(module.launches.count("write_columns") - before)
     # Once for an adapter's turn; the base and an adapter of another kind read none, and leave what is there.
     assert written == [1, 0, 1, 0, 1, 0, 1]
@@ -133,8 +130,7 @@ def test_a_short_chunk_and_passes_whose_rows_look_theirs_up_do_without(columned)
 @needs_sources
 def test_columns_of_another_adapter_would_be_seen(columned):
     model, batch, _ = columned
-    expected = eager(model)
-    wanted = answered(expected, model.prepare(ids(20)), adapter="specialist")[0]
+    wanted = answered(eager(model), model.prepare(ids(20)), adapter="specialist")[0]
     answered(batch, model.prepare(ids(20)), adapter="style")
     own = KeptWeights.hold
 

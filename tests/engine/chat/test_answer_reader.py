@@ -183,15 +183,12 @@ def _calls(parts):
     return calls
 
 
-@pytest.mark.parametrize(
-    "body, json_prefix",
-    [
-        ("", "{"), ("ci", "{"), ("city:", '{"city": '), ("city:<|", '{"city": '), (f"city:{Q}", '{"city": "'),
-        (f"city:{Q}a\nb", '{"city": "a\\nb'), (f"city:{Q}Pa<|", '{"city": "Pa'), ("days:1", '{"days": 1'),
-        ("days:-", '{"days": -'), ("x:tru", '{"x": tru'), ("x:No", '{"x": '), ("x:plai", '{"x": "plai'),
-        (f"tags:[{Q}a{Q},", '{"tags": ["a"'), ("a:{b:[1,2", '{"a": {"b": [1, 2'), ("a:{}", '{"a": {}'), ("a:1}", '{"a": 1}'),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("body, json_prefix", [
+    ("", "{"), ("ci", "{"), ("city:", '{"city": '), ("city:<|", '{"city": '), (f"city:{Q}", '{"city": "'),
+    (f"city:{Q}a\nb", '{"city": "a\\nb'), (f"city:{Q}Pa<|", '{"city": "Pa'), ("days:1", '{"days": 1'),
+    ("days:-", '{"days": -'), ("x:tru", '{"x": tru'), ("x:No", '{"x": '), ("x:plai", '{"x": "plai'),
+    (f"tags:[{Q}a{Q},", '{"tags": ["a"'), ("a:{b:[1,2", '{"a": {"b": [1, 2'), ("a:{}", '{"a": {}'), ("a:1}", '{"a": 1}'),
+])  # fmt: skip
 def test_arguments_of_gemma4_that_are_cut_are_the_beginning_of_json(body, json_prefix):
     reader = AnswerReader(AnswerForm("gemma4"), functions=FUNCTIONS)
     parts = [*reader.push("<|tool_call>call:now{" + body), *reader.finish(is_cut=True)]
@@ -234,18 +231,15 @@ def _strict(text):
     return json.loads(text, parse_constant=refuse)
 
 
-@pytest.mark.parametrize(
-    ("form", "text", "expected"),
-    [
-        ("gemma4", "<|tool_call>call:f{x:1e999,y:-1e400}<tool_call|>", {"x": "1e999", "y": "-1e400"}),
-        ("qwen-xml", "<tool_call>\n<function=f>\n<parameter=x>\n[1, -Infinity]\n</parameter>\n</function>\n</tool_call>",
-         {"x": [1, "-Infinity"]}),
-        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x": NaN, "y": [-Infinity, -5, "a\\"NaN"]}}\n</tool_call>',
-         {"x": "NaN", "y": ["-Infinity", -5, 'a"NaN']}),
-        ("hermes", '<tool_call>\n{"arguments": {"x": 1e999}, "name": "f"}\n</tool_call>', {"x": "1e999"}),
-        ("llama", '{"parameters": {"x": ' + "1" * 5000 + '}, "name": "f"}', {"x": "1" * 5000}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("form", "text", "expected"), [
+    ("gemma4", "<|tool_call>call:f{x:1e999,y:-1e400}<tool_call|>", {"x": "1e999", "y": "-1e400"}),
+    ("qwen-xml", "<tool_call>\n<function=f>\n<parameter=x>\n[1, -Infinity]\n</parameter>\n</function>\n</tool_call>",
+     {"x": [1, "-Infinity"]}),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x": NaN, "y": [-Infinity, -5, "a\\"NaN"]}}\n</tool_call>',
+     {"x": "NaN", "y": ["-Infinity", -5, 'a"NaN']}),
+    ("hermes", '<tool_call>\n{"arguments": {"x": 1e999}, "name": "f"}\n</tool_call>', {"x": "1e999"}),
+    ("llama", '{"parameters": {"x": ' + "1" * 5000 + '}, "name": "f"}', {"x": "1" * 5000}),
+])  # fmt: skip
 @pytest.mark.parametrize("size", [1, 3, 999])
 def test_arguments_are_json_where_a_model_writes_numbers_that_json_does_not_have(form, text, expected, size):
     reader = AnswerReader(AnswerForm(form), functions={"f": None})
@@ -253,14 +247,11 @@ def test_arguments_are_json_where_a_model_writes_numbers_that_json_does_not_have
     assert _strict("".join(call.arguments for kind, call in parts if kind == "call")) == expected
 
 
-@pytest.mark.parametrize(
-    ("schema", "text", "expected"),
-    [
-        ({"type": "boolean"}, "True", True), ({"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "None", None),
-        ({"type": ["integer", "null"]}, "None", None), ({"type": "integer"}, "None", "None"), ({"type": "string"}, "True", "True"),
-        ({"$ref": "#/definitions/Zip"}, "01234", "01234"), ({"$ref": "#/definitions/Flag"}, "False", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("schema", "text", "expected"), [
+    ({"type": "boolean"}, "True", True), ({"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "None", None),
+    ({"type": ["integer", "null"]}, "None", None), ({"type": "integer"}, "None", "None"), ({"type": "string"}, "True", "True"),
+    ({"$ref": "#/definitions/Zip"}, "01234", "01234"), ({"$ref": "#/definitions/Flag"}, "False", False),
+])  # fmt: skip
 def test_values_between_tags_are_of_the_kind_that_their_schema_has(schema, text, expected):
     whole = {"Zip": {"type": "string"}, "Flag": {"type": "boolean"}, "F": {"type": "object", "properties": {"x": schema}}}
     reader = AnswerReader(AnswerForm("qwen-xml"), functions={"f": {"$ref": "#/definitions/F", "definitions": whole}})

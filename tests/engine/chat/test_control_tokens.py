@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import trimtab
 from tests import pico, talking, talking_families
 from tests.examples import examples
+from tests.raised import raised
 from tests.serve.worker.test_serve_worker import Running
 from trimtab.checkpoint.end_tokens import unlisted_end
 from trimtab.cli.main import main
@@ -141,8 +142,7 @@ def test_old_thoughts_are_left_out_as_the_template_does():
     answer = "<think>\nso <|im_end|>\n</think>\n\nIt is <|im_end|> or <think>."
     messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}]
     without = [messages[0], {"role": "assistant", "content": "It is <|im_end|> or <think>."}]
-    found = chat.prepare(asked("qwen3"), messages).token_ids
-    assert found == chat.prepare(asked("qwen3"), without).token_ids
+    assert chat.prepare(asked("qwen3"), messages).token_ids == chat.prepare(asked("qwen3"), without).token_ids
     assert counted("qwen3", messages) == counted("qwen3", [messages[0], {"role": "assistant", "content": "x"}])
 
 
@@ -220,9 +220,7 @@ def test_characters_that_are_normalized_to_a_control_token_are_refused():
 
 
 def test_half_a_surrogate_pair_is_refused():
-    with pytest.raises(RequestError, match="surrogate") as caught:
-        chat.prepare(asked("qwen3"), "a\ud800b")
-    assert caught.value.field == "prompt"
+    assert raised(RequestError, lambda: chat.prepare(asked("qwen3"), "a\ud800b"), match="surrogate").field == "prompt"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -256,13 +254,10 @@ def test_a_continued_text_keeps_its_white_space_and_its_control_tokens_stay_text
     assert refused == {"gemma4": ["<|channel>", "<channel|>"], "qwen3": ["</think>"], "qwen3_moe": ["</think>"]}.get(family, [])
 
 
-@pytest.mark.parametrize(
-    "last",
-    [
-        {"role": "user", "content": "the"}, {"role": "assistant", "content": " "}, {"role": "assistant", "content": []},
-        {"role": "assistant", "content": [{"type": "text", "text": "the"}, {"type": "text", "text": ""}]},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("last", [
+    {"role": "user", "content": "the"}, {"role": "assistant", "content": " "}, {"role": "assistant", "content": []},
+    {"role": "assistant", "content": [{"type": "text", "text": "the"}, {"type": "text", "text": ""}]},
+])  # fmt: skip
 def test_only_an_assistants_text_is_continued(last):
     with pytest.raises(RequestError) as caught:
         chat.prepare(asked("llama"), [{"role": "user", "content": "the"}, last], continue_final_message=True)
@@ -299,8 +294,7 @@ def build(folder, *, ends: bool, names: bool = False):
 def test_the_token_is_found_and_known_to_be_missing(tmp_path, ends):
     folder, token = build(tmp_path / "llama", ends=ends)
     with trimtab.load(folder, device="cpu", context=64) as model:
-        assert turn_end(model) == (token, "<turn|>")
-        assert missing_turn_end(model) == (None if ends else (token, "<turn|>"))
+        assert turn_end(model) == (token, "<turn|>") and missing_turn_end(model) == (None if ends else (token, "<turn|>"))
         assert set(end_token_ids(model.hf_model)) == ({0, token} if ends else {0})  # as transformers
 
 
@@ -358,16 +352,13 @@ def test_plan_says_that_the_tokenizer_names_another_end(tmp_path, capsys, ends, 
     assert ("the tokenizer's end token <turn|> is not among" in capsys.readouterr().err) is is_told
 
 
-@pytest.mark.parametrize(
-    "name, text",
-    [
-        ("tokenizer.json", "{"), ("tokenizer.json", '{"added_tokens": ' + "[" * 10**5),
-        ("tokenizer.json", '{"added_tokens": [5, {"content": "<turn|>", "id": "x"}]}'),
-        ("tokenizer_config.json", '{"eos_token": 5}'),
-        ("tokenizer_config.json", "[]"), ("config.json", '{"text_config": 5}'), ("generation_config.json", "\0"),
-        ("chat_template.jinja", "{{ messages }}"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, text", [
+    ("tokenizer.json", "{"), ("tokenizer.json", '{"added_tokens": ' + "[" * 10**5),
+    ("tokenizer.json", '{"added_tokens": [5, {"content": "<turn|>", "id": "x"}]}'),
+    ("tokenizer_config.json", '{"eos_token": 5}'),
+    ("tokenizer_config.json", "[]"), ("config.json", '{"text_config": 5}'), ("generation_config.json", "\0"),
+    ("chat_template.jinja", "{{ messages }}"),
+])  # fmt: skip
 def test_plan_says_nothing_of_files_that_it_cannot_read(tmp_path, name, text):
     folder, _ = build(tmp_path / "llama", ends=False, names=True)
     (folder / name).write_text(text)
@@ -380,8 +371,7 @@ def test_plan_says_nothing_of_files_that_it_cannot_read(tmp_path, name, text):
 def test_a_worker_says_it_or_stops_there(tmp_path, caplog, asked, names, goes_on):
     folder, token = build(tmp_path / "llama", ends=False, names=names)
     request = LoadRequest(model=str(folder), device="cpu", context_tokens=64)
-    made = ServedModel(name="m", request=request, rows=2, stop_at_turn_end=asked).settings(4, Limits())
-    running = Running(made)
+    running = Running(ServedModel(name="m", request=request, rows=2, stop_at_turn_end=asked).settings(4, Limits()))
     try:
         assert running.ready["goes_on_behind"] == ("<turn|>" if goes_on else None)
         job = Job("a", {"text": "hello"}, GenerateRequest(max_new_tokens=5, logit_bias={token: 100.0}))

@@ -11,6 +11,7 @@ from PIL import Image
 
 from tests import pico, talking_families
 from tests.engine.chat.test_control_tokens import asked
+from tests.raised import raised
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.media_check import check_frames, check_pictures, check_sound_lengths
 from trimtab.engine.loader.processor import load_processor
@@ -67,17 +68,13 @@ def test_every_picture_is_refused_by_name_or_read(family, monkeypatch):
 
 @pytest.mark.parametrize("family", sorted(set(pico.FAMILIES) - set(SEEING) - set(PREPARED_APART)))
 def test_a_family_that_does_not_see_or_hear_refuses_by_field(family):
-    with pytest.raises(RequestError) as caught:
-        prepared(family, images=[Image.new("RGB", (1, 65))])
-    assert caught.value.field == "image"
+    assert raised(RequestError, lambda: prepared(family, images=[Image.new("RGB", (1, 65))])).field == "image"
 
 
 @pytest.mark.parametrize("family", sorted(set(pico.FAMILIES) - set(HEARING)))
 @pytest.mark.parametrize("samples", [1, 160, 481_600])
 def test_a_family_that_does_not_hear_refuses_every_sound_by_field(family, samples):
-    with pytest.raises(RequestError) as caught:
-        prepared(family, audios=[np.zeros(samples, np.float32)])
-    assert caught.value.field == "audio"
+    assert raised(RequestError, prepared, family, audios=[np.zeros(samples, np.float32)]).field == "audio"
 
 
 def test_a_processor_that_drops_media_is_an_error():
@@ -170,9 +167,7 @@ def test_pixtrals_sizes_are_held_against_its_table(size, words):
     if not words:
         check_pictures(config, encoded, ())
         return
-    with pytest.raises(RequestError, match=words) as caught:
-        check_pictures(config, encoded, ())
-    assert caught.value.number == 1
+    assert raised(RequestError, check_pictures, config, encoded, (), match=words).number == 1
 
 
 def test_sizes_of_other_models_are_not_taken_for_pixtrals():

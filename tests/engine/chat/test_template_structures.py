@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import trimtab
+from tests.raised import raised
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.answer_forms import form_of
@@ -199,16 +200,12 @@ def test_a_system_message_and_turns_of_both_are_written_in_order(written, templa
     text = written(template, said)
     places = [text.index(words) for words in ("Be brief.", "How is it in Paris?", "Cold.", "And now?")]
     assert places == sorted(places) and "'type'" not in text and '"type"' not in text
-    with pytest.raises(RequestError) as caught:
-        written(template, [ASKED, ASKED])
-    assert "user and assistant take turns" in str(caught.value)
+    assert "user and assistant take turns" in str(raised(RequestError, written, template, [ASKED, ASKED]))
 
 
 def test_a_template_without_tools_refuses_them_by_name(written):
     assert form_of(ALTERNATES).calls is None and form_of(ALTERNATES).thoughts is None
-    with pytest.raises(RequestError) as caught:
-        written(ALTERNATES, [ASKED], [TOOL])
-    assert "not supported: tools" in str(caught.value)
+    assert "not supported: tools" in str(raised(RequestError, written, ALTERNATES, [ASKED], [TOOL]))
     assert not {"tools", "enable_thinking"} & form_of(ALTERNATES).reads  # what the server refuses by name
 
 

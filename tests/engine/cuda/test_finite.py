@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 import trimtab.demo as demo
+from tests.raised import raised
 from trimtab.adapters import file as adapter_file
 from trimtab.checkpoint.headers import read_header
 from trimtab.cli import main as cli
@@ -42,11 +43,10 @@ def model():
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_an_adapter_with_values_that_are_not_finite_is_refused_by_tensor(model, tmp_path, value, dtype):
     folder, name = spoiled(tmp_path / "bad", value, dtype)
-    with pytest.raises(AdapterError) as caught:
-        model.load_adapter("bad", folder)
+    error = raised(AdapterError, model.load_adapter, "bad", folder)
     count = load_file(folder / FILE)[name].numel()
-    assert caught.value.problems == (f"{name}: 2 of {count} values are NaN or infinite",)
-    assert caught.value.path == str(folder) and model.adapters == ()
+    assert error.problems == (f"{name}: 2 of {count} values are NaN or infinite",)
+    assert error.path == str(folder) and model.adapters == ()
 
 
 def test_run_refuses_it_too_before_it_answers(tmp_path, capsys):
@@ -138,10 +138,9 @@ def test_every_python_entry_names_the_tensor(tmp_path):
         "survival": lambda: survival_of_files(demo.BASE, demo.BASE, folder),
     }
     for entry, call in entries.items():
-        with pytest.raises(AdapterError) as caught:
-            call()
-        assert any(problem.startswith(f"{name}: 2 of") for problem in caught.value.problems), entry
-        assert caught.value.path == str(folder), entry
+        error = raised(AdapterError, call)
+        assert any(problem.startswith(f"{name}: 2 of") for problem in error.problems), entry
+        assert error.path == str(folder), entry
     assert trimtab.inspect(folder)["not_finite"][0].startswith(f"{name}: 2 of")
     assert trimtab.inspect(demo.ADAPTERS["style"])["not_finite"] == []
 

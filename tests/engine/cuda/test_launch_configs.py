@@ -65,13 +65,10 @@ def test_the_shipped_configurations_were_measured_with_the_present_source():
     assert configs and target.source == matvec.source_hash()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"grid": HELD.grid - 1}, {"held": 7}, {"n": 0}, {"n": 9}, {"columns": 2047}, {"columns": 10**9}, {"rows": []},
-        {"rows": "2560"}, {"rows": [2**30]}, {"shared_bytes": -1}, {"extra": 1}, {"pair": True}, {"k_warps": "4"},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    {"grid": HELD.grid - 1}, {"held": 7}, {"n": 0}, {"n": 9}, {"columns": 2047}, {"columns": 10**9}, {"rows": []},
+    {"rows": "2560"}, {"rows": [2**30]}, {"shared_bytes": -1}, {"extra": 1}, {"pair": True}, {"k_warps": "4"},
+])  # fmt: skip
 def test_a_configuration_that_this_code_would_not_make_is_dropped_and_the_others_kept(change):
     whole = json.loads(text_of())
     row = next(row for row in whole["configs"] if row["columns"] == 2048 and not row["pair"])
@@ -106,13 +103,10 @@ def test_any_json_is_a_document_or_a_value_error(value):
 # Shipped --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "status"),
-    [
-        ({}, launch_configs.SHIPPED), ({"name": "NVIDIA H100"}, launch_configs.SHIPPED),
-        ({"multiprocessors": 114}, launch_configs.SHIPPED_ELSEWHERE), ({"source": "other"}, launch_configs.SHIPPED_ELSEWHERE),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "status"), [
+    ({}, launch_configs.SHIPPED), ({"name": "NVIDIA H100"}, launch_configs.SHIPPED),
+    ({"multiprocessors": 114}, launch_configs.SHIPPED_ELSEWHERE), ({"source": "other"}, launch_configs.SHIPPED_ELSEWHERE),
+])  # fmt: skip
 def test_what_was_shipped_says_whether_it_was_measured_on_such_a_card(change, status, resources):
     resources.write_text(text_of())
     assert launch_configs.shipped(dataclasses.replace(TARGET, **change)) == (plain(CONFIGS), status)
@@ -174,17 +168,13 @@ def test_a_folder_that_cannot_be_written_is_no_error(folder):
 FITS = KernelLimits(registers=64, max_threads=1024, static_shared_bytes=0, local_bytes=0)
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({}, None), ({"static_shared_bytes": 232448}, "shared memory"), ({"max_threads": 32}, "threads"),
-        ({"registers": 10**4}, "registers"), ({"local_bytes": 8}, "no room in registers"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "word"), [
+    ({}, None), ({"static_shared_bytes": 232448}, "shared memory"), ({"max_threads": 32}, "threads"),
+    ({"registers": 10**4}, "registers"), ({"local_bytes": 8}, "no room in registers"),
+])  # fmt: skip
 def test_a_kernel_is_checked_for_shared_memory_threads_and_registers(change, word):
     why = launch_configs.why_not(HELD, dataclasses.replace(FITS, **change), H200["shared_bytes"])
-    assert (why is None) == (word is None)
-    assert word is None or word in why
+    assert (why is None) == (word is None) and (word is None or word in why)
 
 
 def test_registers_are_given_to_a_warp_in_pieces():
@@ -234,8 +224,7 @@ def passed(*what, entry=None):
 def test_what_passed_is_known_to_the_next_process_for_the_same_check_alone(card):
     passed("products", (64, 64), "torch.bfloat16")
     passed("ends", 8)
-    assert kept("products", (64, 64), "torch.bfloat16") == {"us": {"a": [1.0, 2.0]}}
-    assert kept("ends", 8) is not None
+    assert kept("products", (64, 64), "torch.bfloat16") == {"us": {"a": [1.0, 2.0]}} and kept("ends", 8) is not None
     assert kept("products", (64, 128), "torch.bfloat16") is None and kept("ends", 9) is None
 
 

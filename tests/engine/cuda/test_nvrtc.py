@@ -8,6 +8,7 @@ import torch
 
 from tests.cuda_on_cpu.machine_code import machine_code
 from tests.long_runs import halved
+from tests.raised import raised
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.kernels import dequantize, gemm4, layouts
@@ -51,8 +52,7 @@ def kept(tmp_path, monkeypatch):
 def test_what_was_compiled_once_is_read_from_the_cache(kept):
     compiler = Counting()
     first = nvrtc.compiled(compiler, "a", "sm_90")
-    assert nvrtc.compiled(compiler, "a", "sm_90") == first
-    assert len(compiler.asked) == 1
+    assert nvrtc.compiled(compiler, "a", "sm_90") == first and len(compiler.asked) == 1
     assert len(list(kept.iterdir())) == 1
 
 
@@ -85,8 +85,7 @@ def test_a_damaged_cache_file_is_compiled_anew(kept, damage):
         nvrtc.compiled(Counting(), "b", "sm_90")
         (other,) = (file.read_bytes() for file in kept.iterdir() if file != path)
     path.write_bytes({"changed": whole[:-1] + b"?", "cut off": whole[:-3], "empty": b"", "another kernel's": other}[damage])
-    assert nvrtc.compiled(compiler, "a", "sm_90") == right
-    assert len(compiler.asked) == 2
+    assert nvrtc.compiled(compiler, "a", "sm_90") == right and len(compiler.asked) == 2
     assert path.read_bytes() == whole and whole.endswith(right)
 
 
@@ -102,8 +101,7 @@ def test_compiled_code_in_a_folder_that_others_can_change_is_never_loaded(kept, 
     else:
         kept.rename(kept.with_name("elsewhere"))
         kept.symlink_to(kept.with_name("elsewhere"))
-    assert nvrtc.compiled(compiler, "a", "sm_90") == right
-    assert len(compiler.asked) == 2
+    assert nvrtc.compiled(compiler, "a", "sm_90") == right and len(compiler.asked) == 2
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(kept):
@@ -139,9 +137,7 @@ def test_the_cpu_says_why_it_runs_no_kernels():
     assert nvrtc.why_not("cpu") == "cpu is not a CUDA device"
     if not torch.cuda.is_available():
         assert nvrtc.why_not("cuda:0") == "torch has no CUDA here"
-    with pytest.raises(DeviceError) as caught:
-        nvrtc.Module(SOURCE, device="cpu")
-    assert caught.value.device == "cpu"
+    assert raised(DeviceError, nvrtc.Module, SOURCE, device="cpu").device == "cpu"
 
 
 def test_every_kind_of_argument_has_its_c_type():
@@ -158,8 +154,7 @@ def test_structures_of_the_driver_have_their_documented_sizes():
     # cuda.h: CUlaunchConfig is 7 unsigned, a stream, attributes and their count; CUlaunchAttribute 8 + 64 bytes.
     import ctypes
 
-    assert ctypes.sizeof(nvrtc._Config) == 56
-    assert ctypes.sizeof(nvrtc._Attribute) == 72
+    assert ctypes.sizeof(nvrtc._Config) == 56 and ctypes.sizeof(nvrtc._Attribute) == 72
     assert nvrtc._Attribute.value.offset == 8
 
 
@@ -172,15 +167,12 @@ def test_a_source_becomes_machine_code(compiler, kept):
 
 
 def test_a_source_that_does_not_compile_gives_the_compilers_words(compiler):
-    with pytest.raises(DeviceError) as caught:
-        compiler.compile("void f() { undeclared(); }", "sm_90", name="broken.cu")
-    assert "broken.cu does not compile for sm_90" in str(caught.value)
-    assert "undeclared" in str(caught.value)
+    error = raised(DeviceError, compiler.compile, "void f() { undeclared(); }", "sm_90", name="broken.cu")
+    assert "broken.cu does not compile for sm_90" in str(error) and "undeclared" in str(error)
 
 
 def test_a_card_newer_than_the_compiler_gets_portable_code(compiler):
-    assert compiler.target((9, 0)) == "sm_90"
-    assert compiler.target((99, 0)) == f"compute_{compiler.archs[-1]}"
+    assert compiler.target((9, 0)) == "sm_90" and compiler.target((99, 0)) == f"compute_{compiler.archs[-1]}"
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])

@@ -20,6 +20,7 @@ import trimtab
 from tests import pico, stock, talking, talking_families
 from tests.cuda_on_cpu.machine_code import machine_code
 from tests.long_runs import crossed, slow_on_cpu
+from tests.raised import raised, refused
 from trimtab import api
 from trimtab.cli import main as cli
 from trimtab.engine import float16_check
@@ -35,7 +36,7 @@ from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.loader import load
 from trimtab.engine.loader import pieces as loaded_pieces
 from trimtab.engine.tiers.reader import Reader
-from trimtab.errors import CheckpointError, DeviceError, RequestError
+from trimtab.errors import CheckpointError, DeviceError
 from trimtab.planning import Plan
 from trimtab.planning.values.byte_sizes import choose_dtype
 from trimtab.request import LoadRequest
@@ -54,14 +55,11 @@ def test_every_kernel_compiles(module, target):
     assert all(name.encode() in code for name in module.NAMES)
 
 
-@pytest.mark.parametrize(
-    ("dim", "dtype", "target"),
-    [
-        (64, torch.float16, TARGET), (256, torch.float16, TARGET), (512, torch.float16, TARGET),
-        *((dim, dtype, target) for dim, dtype in ((256, torch.bfloat16), (512, torch.float16)) for target in ("sm_80", "sm_90")),
-        *(slow_on_cpu(dim, torch.bfloat16, target) for dim in (128, 512) for target in NEWER),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("dim", "dtype", "target"), [
+    (64, torch.float16, TARGET), (256, torch.float16, TARGET), (512, torch.float16, TARGET),
+    *((dim, dtype, target) for dim, dtype in ((256, torch.bfloat16), (512, torch.float16)) for target in ("sm_80", "sm_90")),
+    *(slow_on_cpu(dim, torch.bfloat16, target) for dim in (128, 512) for target in NEWER),
+])  # fmt: skip
 def test_attention_compiles(dim, dtype, target):
     shape = fused.AttentionShape(*((16, 1) if dim == 512 else (8, 2)), dim)
     for turn in (False, True):
@@ -122,8 +120,7 @@ def test_a_plan_for_a_t4_says_its_type_and_how_it_runs(llama, tmp_path, capsys):
     options = {"card": "T4", "context": 64}
     plan = trimtab.plan(llama, **options)
     assert plan.request.dtype == "float16" and "emulated" in plan.dtype_reason
-    assert plan.execution.step.mode == "graph"
-    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert plan.execution.step.mode == "graph" and Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     assert trimtab.plan(llama, dtype="bf16", **options).request.dtype == "bfloat16"
     assert trimtab.plan(llama, card="RTX 4060 8GB", context=64).request.dtype == "bfloat16"
     gemma = pico.build("gemma4", tmp_path / "gemma")
@@ -139,9 +136,8 @@ def test_a_type_and_a_mode_that_are_asked_for_are_named_with_their_cost_and_the_
     assert cli.main(["plan", str(llama), "--card", "T4", "--dtype", "bfloat16", "--context", "64"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "type bfloat16: requested; bfloat16 is emulated on compute capability 7.5" in shown
-    with pytest.raises(RequestError) as caught:
-        api.plan(llama, card="T4", decode="fused", context=64)
-    assert caught.value.field == "decode" and caught.value.allowed == ("auto", "eager", "graph")
+    error = refused(api.plan, llama, card="T4", decode="fused", context=64)
+    assert error.field == "decode" and error.allowed == ("auto", "eager", "graph")
 
 
 @pytest.mark.parametrize("device", [{"card": "T4"}, {"card": "RTX 4060 8GB"}, {"device": "cpu"}])
@@ -184,8 +180,7 @@ def test_gemma_4_e2b_takes_on_a_t4_what_the_stock_stack_takes(tmp_path):
         pico.e_series("e2b", tmp_path), card="T4", quant="nf4", place={"*": "resident"}, decode="eager", context=8,
         images=0, audio_s=0.0,
     )  # fmt: skip
-    assert plan.request.dtype == "float32"
-    assert plan.gpu_peak_bytes / 2**30 == pytest.approx(6.5, rel=0.03)
+    assert plan.request.dtype == "float32" and plan.gpu_peak_bytes / 2**30 == pytest.approx(6.5, rel=0.03)
     asked = trimtab.plan(
         pico.e_series("e2b", tmp_path), card="T4", quant="nf4", place={"*": "resident"}, decode="eager", context=8,
         images=0, audio_s=0.0, dtype="float32",
@@ -306,9 +301,7 @@ def test_a_model_whose_activations_do_not_survive_is_refused_with_the_type_to_ta
     with loaded(llama, "float16", "chosen") as model:
         norm = model.hf_model.get_decoder().layers[0].post_attention_layernorm
         norm.weight.data.fill_(6e4)
-        with pytest.raises(DeviceError, match="float16 holds 65504") as caught:
-            float16_check.check(model)
-        assert "dtype='float32'" in caught.value.hint
+        assert "dtype='float32'" in raised(DeviceError, float16_check.check, model, match="float16 holds 65504").hint
     monkeypatch.setattr(float16_check, "HEADROOM", 1e-9)
     with pytest.raises(DeviceError, match="float16 holds"):
         loaded(llama, "float16", "chosen")
@@ -373,9 +366,8 @@ def test_a_tower_whose_activations_do_not_survive_is_refused_and_named(medium, t
         norm = next(module for module in part.modules() if "Norm" in type(module).__name__ and hasattr(module, "weight"))
         with torch.no_grad():
             norm.weight.fill_(6e4)
-        with pytest.raises(DeviceError, match=rf"in {tower}\.\S+ \({medium}\), float16 holds") as caught:
-            float16_check.check(model)
-        assert caught.value.hint == f"Plan again with dtype='float32', or with {flag}"
+        error = raised(DeviceError, float16_check.check, model, match=rf"in {tower}\.\S+ \({medium}\), float16 holds")
+        assert error.hint == f"Plan again with dtype='float32', or with {flag}"
 
 
 @pytest.mark.parametrize(("context", "side"), [(64, 64), (40, 32), (30, None)])
@@ -385,8 +377,7 @@ def test_the_largest_image_is_taken_that_the_context_has_room_for(context, side,
     with loaded_with_media(seeing, context=context, reason="chosen") as model:
         sides = [prompt["image"].width for _, prompt in float16_check._with_media(model)]
         found = float16_check.largest_activations(model)
-    assert sides == ([] if side is None else [side])
-    assert any(name.startswith("visual.") for name in found) == (side is not None)
+    assert sides == ([] if side is None else [side]) and any(name.startswith("visual.") for name in found) == (side is not None)
 
 
 def test_the_check_changes_no_answer(seeing):

@@ -13,6 +13,7 @@ import torch
 import trimtab
 from tests import long_runs, pico
 from tests.lent import lent
+from tests.raised import refused
 from tests.replays import Again, standing_in
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
@@ -127,9 +128,8 @@ ASKED = [
 
 
 def test_an_unknown_way_to_decode_is_refused(model):
-    with pytest.raises(RequestError) as caught:
-        Batch(model, rows=1, decode="fast")
-    assert caught.value.field == "decode" and "graph" in caught.value.allowed
+    error = refused(Batch, model, rows=1, decode="fast")
+    assert error.field == "decode" and "graph" in error.allowed
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
@@ -153,8 +153,7 @@ def test_scores_of_one_step_are_those_of_the_modules(model, decode, count):
     for way in ("eager", decode):
         batch = joined(model, way, ASKED[:count])
         found[way] = batch.logits().clone()
-        positions = batch.cache.positions[:count].tolist()
-        assert positions == [row.prompt_tokens + 1 for row in batch.active]
+        assert batch.cache.positions[:count].tolist() == [row.prompt_tokens + 1 for row in batch.active]
     assert decode != "fused" or batch.steps._fused is not None
     largest = found["eager"].abs().max()
     assert (found[decode] - found["eager"]).abs().max() <= STEP_TOLERANCE * largest
@@ -180,8 +179,7 @@ def test_what_a_graph_would_repeat_gives_the_modules_answers(decode, replayed):
         batch = joined(loaded, decode, ASKED)
         assert answers(batch) == expected and batch.steps.fallbacks == []
         # Other adapters in the rows, fewer rows, another bucket: a capture each, and steps that repeat it.
-        assert batch.steps.captures == len(replayed) == 6
-        assert sum(one.replays for one in replayed) > len(replayed)
+        assert batch.steps.captures == len(replayed) == 6 and sum(one.replays for one in replayed) > len(replayed)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
@@ -478,8 +476,7 @@ def test_steps_captured_beforehand_are_those_of_the_first_requests(model, replay
     # The rows themselves, 2 and 1; nothing is left of the stand-ins.
     assert batch.steps.captures == len(replayed) == 3 and batch.steps.capture_s > 0
     assert batch.active == [] and batch.free_rows == rows and not batch.cache.positions.any()
-    assert answers(fill(batch, BASE_ROWS)) == expected
-    assert batch.steps.captures == 3 and batch.steps.fallbacks == []
+    assert answers(fill(batch, BASE_ROWS)) == expected and batch.steps.captures == 3 and batch.steps.fallbacks == []
 
 
 def test_nothing_is_captured_beforehand_while_requests_have_rows(model):
@@ -578,8 +575,7 @@ def test_every_family_is_prepared_and_its_rows_are_clean_afterwards(family, repl
         captured = batch.steps.captures
         assert captured == 2
         found = [through(batch, loaded.prepare(ids), GenerateRequest(max_new_tokens=12)) for _, ids, _ in asked]
-        assert len(found) == 2 and answers(batch) == expected
-        assert batch.steps.captures == captured
+        assert len(found) == 2 and answers(batch) == expected and batch.steps.captures == captured
 
 
 def test_graphs_that_look_up_fewer_layers_than_are_covered_now_are_dropped(model):
@@ -600,8 +596,7 @@ def test_after_preparing_no_request_waits_for_a_capture(model):
     if any(fall.what == "captures ahead of requests" for fall in batch.steps.fallbacks):
         pytest.skip("another process took memory of this device meanwhile")
     assert captured == 6 and batch.steps.capture_s > 0  # 4, 2 and 1 rows, without adapters and by table
-    assert answers(fill(batch, ASKED[:4])) == expected
-    assert batch.steps.captures == captured
+    assert answers(fill(batch, ASKED[:4])) == expected and batch.steps.captures == captured
 
 
 @pytest.mark.skipif(not ON_GPU, reason="on a CPU nothing is captured")

@@ -39,8 +39,7 @@ def may_capture(prompts, key, times):
 def test_a_graph_goes_for_a_form_that_is_needed_more_often(prompts):
     for _ in range(3):
         prompts._uses.note(("first", None))
-    assert not may_capture(prompts, ("new", None), 3)
-    assert may_capture(prompts, ("new", None), 1)
+    assert not may_capture(prompts, ("new", None), 3) and may_capture(prompts, ("new", None), 1)
 
 
 def test_the_graph_of_an_unloaded_adapter_keeps_no_other_out(prompts):
@@ -48,8 +47,7 @@ def test_the_graph_of_an_unloaded_adapter_keeps_no_other_out(prompts):
         prompts._uses.note(("first", None))
         prompts._uses.note(("second", "a"))
     prompts.model.adapter_store.serials = {}
-    assert not may_capture(prompts, ("new", None), 1)
-    assert may_capture(prompts, ("new", None), 1)
+    assert not may_capture(prompts, ("new", None), 1) and may_capture(prompts, ("new", None), 1)
     assert list(prompts._graphs) == [("first", None)]
 
 
@@ -97,8 +95,7 @@ def test_the_state_of_fewer_rows_is_of_the_first_ones(rows, longest, ahead):
     state = BatchState(names, tokens, longest, ahead)
     few = state.uniform("a", 1)
     assert few == BatchState(("a",), tokens[:1], longest, ahead) and state.count == len(rows)
-    assert state.tokens_in_reach == longest + int(ahead)
-    assert state.any_of({tokens[-1]}) and not state.any_of({100})
+    assert state.tokens_in_reach == longest + int(ahead) and state.any_of({tokens[-1]}) and not state.any_of({100})
 
 
 @pytest.mark.parametrize(("names", "tokens"), [((), ()), (("a",), ()), ((None, "a"), (1,))])

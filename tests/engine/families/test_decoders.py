@@ -268,8 +268,7 @@ def test_a_row_begins_without_the_state_of_the_one_that_left(tmp_path, monkeypat
         for one in (batch, fresh):
             one.prompts = PrefillRunner(one, "static", (16,))
         batch.leave(batch.join(through(batch, model.prepare(ASKED[0][1]))).row)
-        found = [through(one, model.prepare(ASKED[2][1])).logits for one in (batch, fresh)]
-        assert torch.equal(*found) is forgets
+        assert torch.equal(*[through(one, model.prepare(ASKED[2][1])).logits for one in (batch, fresh)]) is forgets
 
 
 # Planted faults ---------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from tests.engine.loader.test_load import OLD
 from tests.engine.prefill.test_prefill import answered, differ, eager, ids, in_chunks, picture
 from tests.lent import lent
 from tests.long_runs import skip_without_rings, slow_on_cpu
+from tests.raised import raised
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.prefill import tower_passes
 from trimtab.engine.prefill.prefill import PrefillRunner
@@ -145,9 +146,8 @@ def changed(family, field, value, folder):
 @pytest.mark.parametrize(("family", "field", "value", "words"), UNUSABLE)
 def test_a_config_that_no_class_can_compute_is_refused_by_the_plan(family, field, value, words, tmp_path):
     base = changed(family, field, value, tmp_path)
-    with pytest.raises(CheckpointError) as caught:
-        trimtab.plan(base, quant="none", context=96, device="cpu")
-    assert words in str(caught.value) and str(caught.value.path).startswith(str(base))
+    error = raised(CheckpointError, trimtab.plan, base, quant="none", context=96, device="cpu")
+    assert words in str(error) and str(error.path).startswith(str(base))
 
 
 # What the modules compute, and no description: how a plan for a GPU has it, with the reason.

@@ -16,6 +16,7 @@ import trimtab
 from tests import pico, quantized_files, stock
 from tests.long_runs import slow_on_cpu
 from tests.quantized_files import FAMILIES, FORMS, TIERS, base_of, write
+from tests.raised import raised
 from trimtab.engine.formats import weights
 from trimtab.engine.layers.leaves import ResidentLeaf
 from trimtab.errors import CheckpointError, RequestError
@@ -92,11 +93,10 @@ def test_a_merge_is_the_sum_in_float64_rounded_once(form, root, tmp_path):
     assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
 
 
-@pytest.mark.parametrize(
-    ("form", "name"),
-    [("nvfp4-modelopt", "hf_quant_config.json"), ("gptq", "quantize_config.json"), ("awq", "quant_config.json"),
-     ("gptq", "quantization_config.json"), ("ct-int4", None)],
-)  # fmt: skip
+@pytest.mark.parametrize(("form", "name"), [
+    ("nvfp4-modelopt", "hf_quant_config.json"), ("gptq", "quantize_config.json"), ("awq", "quant_config.json"),
+    ("gptq", "quantization_config.json"), ("ct-int4", None),
+])  # fmt: skip
 @pytest.mark.parametrize("requantize", [None, "nf4"])
 def test_a_merge_does_not_say_that_its_weights_are_packed_as_the_bases(form, name, requantize, root, tmp_path):
     base = shutil.copytree(files("llama", form, root)[0], tmp_path / "base")
@@ -182,9 +182,8 @@ def test_a_quantized_table_is_looked_up_or_refused_by_name(form, tmp_path, monke
     monkeypatch.setattr(quantized_files, "LINEAR", (*quantized_files.LINEAR, "embed_tokens.weight"))
     small, dense = write(base_of("llama", form), tmp_path, form)
     if FORMS[form][2].endswith("-idx") or FORMS[form][2] in ("fp8-128x128", "fp8-tensor", "nvfp4-g16"):
-        with pytest.raises(CheckpointError, match="cannot be looked up") as told:
-            trimtab.plan(small, device="cpu", context=64)
-        assert told.value.tensor_name == "model.embed_tokens.weight"
+        error = raised(CheckpointError, trimtab.plan, small, device="cpu", context=64, match="cannot be looked up")
+        assert error.tensor_name == "model.embed_tokens.weight"
         return
     truth = stock.load_stock(dense)
     wanted = stock.logits(truth, pico.inputs("llama", truth.config))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.golden.formats.make import FOLDER
 from tests.quantized_files import words
+from tests.raised import raised
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.formats import ggml, grouped, weights
 from trimtab.engine.formats import packed as packing
@@ -121,9 +122,8 @@ def test_a_zero_point_of_0_borrows_from_its_neighbour_in_gptq(golden, tmp_path):
 def test_awq_of_an_odd_number_of_inputs_is_refused_by_name(tmp_path):
     parts = {"qweight": words(torch.zeros(5, 8), 4), "qzeros": words(torch.zeros(1, 8), 4), "scales": torch.ones(1, 8).half()}
     config = {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True, "version": "gemm"}
-    with pytest.raises(CheckpointError, match="inputs come in pairs") as caught:
-        read(written(tmp_path, parts, config))
-    assert caught.value.tensor_name.endswith("weight")
+    error = raised(CheckpointError, lambda: read(written(tmp_path, parts, config)), match="inputs come in pairs")
+    assert error.tensor_name.endswith("weight")
 
 
 @pytest.mark.parametrize("case", ["ct-int4-row-odd", "ct-fp8-block", "gptq-ordered", "ct-int8-row"])
@@ -184,24 +184,21 @@ def with_weights(**changes):
     return group(weights=CT["config_groups"]["group_0"]["weights"] | changes)
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (None, "no quantization_config"), ({"quant_method": "vptq"}, "'vptq'"),
-        ({"quant_method": "compressed-tensors"}, "config_groups"), (CT | {"config_groups": {}}, "config_groups"),
-        (CT | {"config_groups": {str(n): {} for n in range(100)}}, "config_groups"),
-        (CT | {"transform_config": {"R1": 1}}, "rotated"), (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
-        (group(format="mxfp6-pack-quantized"), "MXFP6"), ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, "INT4_AWQ"),
-        (group(input_activations={"type": "int", "num_bits": 8}), "activations"), (with_weights(num_bits=8), "in 8 bits"),
-        (with_weights(group_size=16), "no config group declares"), (with_weights(group_size=True), "no config group declares"),
-        (with_weights(group_size=0), "no config group declares"), (with_weights(type="float"), "declares no type int"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"), ({"quant_method": "awq", "bits": 3}, "3 bits"),
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
-        ({"quant_method": "gptq", "bits": True}, "bits a weight"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}}}, "dynamic"),
-        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "marlin"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "words"), [
+    (None, "no quantization_config"), ({"quant_method": "vptq"}, "'vptq'"),
+    ({"quant_method": "compressed-tensors"}, "config_groups"), (CT | {"config_groups": {}}, "config_groups"),
+    (CT | {"config_groups": {str(n): {} for n in range(100)}}, "config_groups"),
+    (CT | {"transform_config": {"R1": 1}}, "rotated"), (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
+    (group(format="mxfp6-pack-quantized"), "MXFP6"), ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, "INT4_AWQ"),
+    (group(input_activations={"type": "int", "num_bits": 8}), "activations"), (with_weights(num_bits=8), "in 8 bits"),
+    (with_weights(group_size=16), "no config group declares"), (with_weights(group_size=True), "no config group declares"),
+    (with_weights(group_size=0), "no config group declares"), (with_weights(type="float"), "declares no type int"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"), ({"quant_method": "awq", "bits": 3}, "3 bits"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+    ({"quant_method": "gptq", "bits": True}, "bits a weight"),
+    ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}}}, "dynamic"),
+    ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "marlin"),
+])  # fmt: skip
 def test_a_config_that_is_not_read_is_refused_by_name(golden, config, words, tmp_path):
     parts = stored(golden, "ct-int4-g32")
     parts.pop("expected")
@@ -224,38 +221,35 @@ def more(tensors):
     return lambda parts: parts.update({f"y.{name}": tensor for name, tensor in tensors.items()})
 
 
-@pytest.mark.parametrize(
-    ("case", "change", "words"),
-    [
-        *(("ct-int4-g32", without(name), f"has no {name}") for name in ("weight_scale", "weight_shape")),
-        ("ct-int4-g32", changed("weight_shape", lambda t: t * 2), "its shape"),
-        *(("ct-int4-g32", changed("weight_shape", one), "shape is") for one in (lambda t: t - t, lambda t: -t, lambda t: t[:1])),
-        ("ct-int4-g32", changed("weight_packed", lambda t: t[:, :-1]), "in 4 bits"),
-        ("ct-int4-g32", changed("weight_packed", lambda t: t.to(torch.uint8)), "NVFP4"),
-        *(("ct-int4-g32", changed("weight_scale", one), "scale is") for one in (lambda t: t[:-1], lambda t: t.to(torch.int8))),
-        ("ct-int4-g32", changed("weight_scale", lambda t: t[:, :1]), "1 groups a row of 96, which no config group declares"),
-        ("ct-int4-g128-zp-f16", changed("weight_zero_point", lambda t: t[:-1]), "weight_zero_point is"),
-        *((case, without("weight_zero_point"), "no weight_zero_point.*json") for case in ("ct-int4-g128-zp-f16", "ct-int8-g32-zp")),
-        ("ct-int4-g32", lambda parts: parts.update({"weight_zero_point": words(torch.ones(3, 24), 4).t()}), "symmetric true"),
-        ("ct-int4-g32", lambda parts: parts.update({"weight_g_idx": torch.zeros(96)}), "weight_g_idx is float32"),
-        ("ct-fp8-row", lambda parts: parts.update({"weight_zero_point": torch.ones(20, 1)}), "weight_zero_point: belongs to"),
-        ("ct-fp8-row", changed("weight", lambda t: t.to(torch.float8_e5m2)), "float8_e5m2"),
-        ("ct-fp8-row", without("weight_scale"), "needs one of"), ("awq-g32", without("qzeros"), "has no qzeros"),
-        ("ct-fp8-row", changed("weight_scale", lambda t: t[:7]), "no scale of a weight"),
-        ("fp8-bf16", changed("weight", lambda t: t.view(1, *t.shape)), "not a matrix"),
-        ("awq-g32", changed("scales", lambda t: t[:1]), "groups"), ("gptq-g32", changed("g_idx", lambda t: t[:-1]), "g_idx is"),
-        ("awq-g32", changed("qweight", lambda t: t[:, :-1]), "qweight is"),
-        ("gptq-ordered", without("g_idx"), "no g_idx, but config.json says that inputs are in another order"),
-        ("gptq-g32", changed("qzeros", lambda t: t.to(torch.int64)), "qzeros are"),
-        ("awq-g32", lambda parts: parts.update({"act.scales": torch.ones(4)}), "not read"),
-        ("fp8-bf16", lambda parts: parts.update({"y.weight": torch.ones(4, 4, dtype=torch.int8)}), "without its quantization"),
-        ("ct-int4-g32", lambda parts: parts.update({"y.weight_scale": torch.ones(4)}), "not read"),
-        ("ct-int4-g32", more(FLOAT8), "y.weight: is fp8-tensor, which config.json does not declare"),
-        *((case, more({"weight.absmax": torch.ones(4)}), "absmax: belongs to") for case in ("ct-int4-g32", "awq-g32", "fp8-bf16")),
-        *((case, more({"scales": torch.ones(4)}), "scales: belongs to") for case in ("ct-int4-g32", "awq-g32")),
-        ("ct-int4-g32", lambda parts: parts.update({"y": torch.ones(4).to(torch.float8_e4m3fn)}), "float8 needs one|not a matrix"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("case", "change", "words"), [
+    *(("ct-int4-g32", without(name), f"has no {name}") for name in ("weight_scale", "weight_shape")),
+    ("ct-int4-g32", changed("weight_shape", lambda t: t * 2), "its shape"),
+    *(("ct-int4-g32", changed("weight_shape", one), "shape is") for one in (lambda t: t - t, lambda t: -t, lambda t: t[:1])),
+    ("ct-int4-g32", changed("weight_packed", lambda t: t[:, :-1]), "in 4 bits"),
+    ("ct-int4-g32", changed("weight_packed", lambda t: t.to(torch.uint8)), "NVFP4"),
+    *(("ct-int4-g32", changed("weight_scale", one), "scale is") for one in (lambda t: t[:-1], lambda t: t.to(torch.int8))),
+    ("ct-int4-g32", changed("weight_scale", lambda t: t[:, :1]), "1 groups a row of 96, which no config group declares"),
+    ("ct-int4-g128-zp-f16", changed("weight_zero_point", lambda t: t[:-1]), "weight_zero_point is"),
+    *((case, without("weight_zero_point"), "no weight_zero_point.*json") for case in ("ct-int4-g128-zp-f16", "ct-int8-g32-zp")),
+    ("ct-int4-g32", lambda parts: parts.update({"weight_zero_point": words(torch.ones(3, 24), 4).t()}), "symmetric true"),
+    ("ct-int4-g32", lambda parts: parts.update({"weight_g_idx": torch.zeros(96)}), "weight_g_idx is float32"),
+    ("ct-fp8-row", lambda parts: parts.update({"weight_zero_point": torch.ones(20, 1)}), "weight_zero_point: belongs to"),
+    ("ct-fp8-row", changed("weight", lambda t: t.to(torch.float8_e5m2)), "float8_e5m2"),
+    ("ct-fp8-row", without("weight_scale"), "needs one of"), ("awq-g32", without("qzeros"), "has no qzeros"),
+    ("ct-fp8-row", changed("weight_scale", lambda t: t[:7]), "no scale of a weight"),
+    ("fp8-bf16", changed("weight", lambda t: t.view(1, *t.shape)), "not a matrix"),
+    ("awq-g32", changed("scales", lambda t: t[:1]), "groups"), ("gptq-g32", changed("g_idx", lambda t: t[:-1]), "g_idx is"),
+    ("awq-g32", changed("qweight", lambda t: t[:, :-1]), "qweight is"),
+    ("gptq-ordered", without("g_idx"), "no g_idx, but config.json says that inputs are in another order"),
+    ("gptq-g32", changed("qzeros", lambda t: t.to(torch.int64)), "qzeros are"),
+    ("awq-g32", lambda parts: parts.update({"act.scales": torch.ones(4)}), "not read"),
+    ("fp8-bf16", lambda parts: parts.update({"y.weight": torch.ones(4, 4, dtype=torch.int8)}), "without its quantization"),
+    ("ct-int4-g32", lambda parts: parts.update({"y.weight_scale": torch.ones(4)}), "not read"),
+    ("ct-int4-g32", more(FLOAT8), "y.weight: is fp8-tensor, which config.json does not declare"),
+    *((case, more({"weight.absmax": torch.ones(4)}), "absmax: belongs to") for case in ("ct-int4-g32", "awq-g32", "fp8-bf16")),
+    *((case, more({"scales": torch.ones(4)}), "scales: belongs to") for case in ("ct-int4-g32", "awq-g32")),
+    ("ct-int4-g32", lambda parts: parts.update({"y": torch.ones(4).to(torch.float8_e4m3fn)}), "float8 needs one|not a matrix"),
+])  # fmt: skip
 def test_wrong_file_tensors_are_refused_by_name(golden, case, change, words, tmp_path):
     parts = stored(golden, case)
     parts.pop("expected")
@@ -264,22 +258,18 @@ def test_wrong_file_tensors_are_refused_by_name(golden, case, change, words, tmp
         split_packed(written(tmp_path, parts, CONFIGS[case]))
 
 
-@pytest.mark.parametrize(
-    ("case", "change", "words"),
-    [
-        ("ct-int4-g32", changed("weight_scale", lambda t: t.fill_(math.nan)), "not finite"),
-        ("fp8-f32", changed("weight_scale_inv", lambda t: t.fill_(math.inf)), "not finite"),
-        ("gptq-g32", changed("g_idx", lambda t: t.flip(0)), "desc_act"),
-        *(("gptq-ordered", changed("g_idx", one), "of 32 inputs") for one in (lambda t: t + 9, lambda t: t - 9, lambda t: t // 2)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("case", "change", "words"), [
+    ("ct-int4-g32", changed("weight_scale", lambda t: t.fill_(math.nan)), "not finite"),
+    ("fp8-f32", changed("weight_scale_inv", lambda t: t.fill_(math.inf)), "not finite"),
+    ("gptq-g32", changed("g_idx", lambda t: t.flip(0)), "desc_act"),
+    *(("gptq-ordered", changed("g_idx", one), "of 32 inputs") for one in (lambda t: t + 9, lambda t: t - 9, lambda t: t // 2)),
+])  # fmt: skip
 def test_wrong_values_are_refused_when_they_are_read(golden, case, change, words, tmp_path):
     parts = stored(golden, case)
     parts.pop("expected")
     change(parts)
-    with pytest.raises(CheckpointError, match=words) as refused:
-        read(written(tmp_path, parts, CONFIGS[case]))
-    assert Path(refused.value.path).is_relative_to(tmp_path) and refused.value.tensor_name
+    error = raised(CheckpointError, lambda: read(written(tmp_path, parts, CONFIGS[case])), match=words)
+    assert Path(error.path).is_relative_to(tmp_path) and error.tensor_name
 
 
 @pytest.mark.parametrize("name", ["int4-g0", "int5-g32", "int4-g32-zp-zp", "fp8-0x1", "fp8-", "int4", "nf4-g32", "int4-g1234567"])

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import trimtab
 from tests import gguf_files, gguf_towers, pico, stock, talking, talking_families
+from tests.raised import raised
 from trimtab.checkpoint.folder import find_folder, read_checkpoint
 from trimtab.errors import AdapterError, CheckpointError
 
@@ -51,9 +52,8 @@ def test_a_projector_that_does_not_fit_is_refused_by_name(tmp_path):
         (folder / "mmproj-model.gguf").write_bytes(raw)
         (folder / "config.json").write_text(json.dumps(config | (change or {})))
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer or {"added_tokens": []}))
-        with pytest.raises(CheckpointError) as told:
-            find_folder(folder)
-        assert words in str(told.value) and "pair" in str(told.value.path)
+        error = raised(CheckpointError, find_folder, folder)
+        assert words in str(error) and "pair" in str(error.path)
 
     refused("is a projector of the type 'gemma9v'; gemma4v and qwen3vl_merger are read", projector.replace(b"gemma4v", b"gemma9v"))
     refused("has tensors whose meaning is not known here: v.std_bips", projector.replace(b"v.std_bias", b"v.std_bips"))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import trimtab
 from tests import gguf_files, gguf_towers, pico, stock
 from tests.long_runs import slow_on_cpu
+from tests.raised import raised
 from trimtab.checkpoint.folder import find_folder, read_checkpoint
 from trimtab.engine.formats import weights
 from trimtab.engine.layers.leaves import PackedTable, ResidentLeaf
@@ -175,11 +176,10 @@ def test_floats_among_packed_weights_leave_those_to_kernels(forms, tmp_path, mon
     assert plan.execution.step.mode == "fused" and "the stack's own products" not in plan.execution.step.reason
 
 
-@pytest.mark.parametrize(
-    ("family", "keys", "context", "is_named"),
-    [("mistral", {}, 4097, True), ("mistral", {}, 4096, False), ("llama", {}, 8192, True), ("qwen3", {}, 8192, False),
-     ("mistral", {"rope.freq_base": 1e6}, 8192, False), ("mistral", {"context_length": 16384}, 8192, False)],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "keys", "context", "is_named"), [
+    ("mistral", {}, 4097, True), ("mistral", {}, 4096, False), ("llama", {}, 8192, True), ("qwen3", {}, 8192, False),
+    ("mistral", {"rope.freq_base": 1e6}, 8192, False), ("mistral", {"context_length": 16384}, 8192, False),
+])  # fmt: skip
 def test_a_plan_names_the_window_that_a_file_of_mistral_lacks(family, keys, context, is_named, tmp_path):
     prefix = "qwen3" if family == "qwen3" else "llama"
     own = {f"{prefix}.{name}": value for name, value in ({"context_length": 32768, "rope.freq_base": 10000.0} | keys).items()}
@@ -226,9 +226,7 @@ def test_a_plan_knows_the_files_that_were_given(tmp_path):
     shutil.rmtree(find_folder(file).parent)  # the cache's folder is made again
     trimtab.load(plan).close()
     os.utime(file, (1, 1))
-    with pytest.raises(CheckpointError, match="tiny-q8_0.gguf") as told:
-        trimtab.load(plan)
-    assert told.value.path == str(file)
+    assert raised(CheckpointError, trimtab.load, plan, match="tiny-q8_0.gguf").path == str(file)
 
 
 TEXTS = ("hello world hello", "ähnlich 123 <|im_end|>\n\n  x", " hello", "")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import trimtab
 from tests import pico
+from tests.adapter_files import write_tensors
 from tests.cuda_on_cpu import run
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.formats import int8_head as head8
@@ -51,8 +52,7 @@ def test_rows_are_scaled_by_their_largest_value_and_rounded_to_even(dtype):
     weight[3, :5] = torch.tensor([127, 0.5, 1.5, -2.5, -127]).to(dtype)  # scale 1: halves are ties
     q, scale = head8.quantize_rows(weight)
     wanted, scales = rounded_by_hand(weight)
-    assert q.tolist() == wanted and scale.tolist() == scales
-    assert q[3, :5].tolist() == [127, 0, 2, -2, -127]
+    assert q.tolist() == wanted and scale.tolist() == scales and q[3, :5].tolist() == [127, 0, 2, -2, -127]
     assert scale[2] == 0 and not q[2].any()
     assert int(q.abs().max()) == 127 and int(q.min()) >= -127
     back = head8.dense(q, scale, torch.float32)
@@ -108,8 +108,7 @@ def test_the_kernel_agrees_with_float64_and_torch(rows, width, bias, order):
     head = random_head(rows, width, bias=bias)
     module = kernel(order=order)
     assert head8_choice.why_not(head, torch.bfloat16, module) is None
-    assert head8_choice.check(module, head, counts=(1, 2, 5, 8)) is None
-    assert module.launches == ["head8"] * 4
+    assert head8_choice.check(module, head, counts=(1, 2, 5, 8)) is None and module.launches == ["head8"] * 4
 
 
 @needs_compiler
@@ -139,11 +138,10 @@ def test_the_kernel_writes_its_rows_alone_and_reads_strided_ones():
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "right, wrong",
-    [("0xc300c300u", "0xc200c200u"), ("first + 8 * half", "first + half"), ("scales[i >> 1]", "scales[0]"),
-     ("2 * t + (i & 1)", "2 * t")],
-)  # fmt: skip
+@pytest.mark.parametrize("right, wrong", [
+    ("0xc300c300u", "0xc200c200u"), ("first + 8 * half", "first + half"), ("scales[i >> 1]", "scales[0]"),
+    ("2 * t + (i & 1)", "2 * t"),
+])  # fmt: skip
 def test_a_kernel_that_computes_wrongly_is_left_out(right, wrong):
     source = head8.source()
     assert right in source
@@ -265,8 +263,7 @@ def test_a_step_is_counted_with_the_weights_that_are_float32_at_a_time():
     use = use_of(LoadRequest(model="m", context_tokens=1, images=0, audio_s=0), found["full"], answer_tokens=1)
     steps = {head: needs_of(one, use, quant="nf4-dq", has_adapters=False).phases["step"][1] for head, one in found.items()}
     rows, width = head_weight(DEMO / "base").shape
-    assert rows * width < HEAD_CHUNK_VALUES
-    assert steps["int8"] >= 4 * rows * width > steps["full"]
+    assert rows * width < HEAD_CHUNK_VALUES and steps["int8"] >= 4 * rows * width > steps["full"]
 
 
 def test_with_an_8_bit_head_the_token_table_can_leave(demo_plan):
@@ -362,10 +359,7 @@ def on_the_head(base: Path, folder: Path, *, dora: bool = False) -> Path:
         "peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["lm_head"], "use_dora": dora, "bias": "none",
         "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base),
     }  # fmt: skip
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
+    return write_tensors(folder, tensors, config)
 
 
 def test_lora_on_the_head_is_added_to_the_8_bit_product(base, tmp_path):

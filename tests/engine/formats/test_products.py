@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trimtab
 from tests import pico, stock
+from tests.raised import raised, refused
 from trimtab.engine.formats import bitsandbytes as quant
 from trimtab.engine.formats import weights
 from trimtab.engine.formats.bitsandbytes import quantize, without_compiler, without_hub_kernels
@@ -24,7 +25,7 @@ from trimtab.engine.formats.packed import PlainShell
 from trimtab.engine.layers.leaves import ResidentLeaf
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore, Selection
-from trimtab.errors import CheckpointError, DeviceError, RequestError
+from trimtab.errors import CheckpointError, DeviceError
 from trimtab.formats.record import PackedEntry
 
 # File tensors of look-up tables -> their names in memory.
@@ -38,18 +39,16 @@ def test_a_format_that_the_machine_cannot_make_is_a_device_error(kind, name, mon
 
     monkeypatch.setattr(quant, name, fail, raising=False)
     monkeypatch.setattr(quant.bnb.functional, name, fail)
-    with pytest.raises(DeviceError, match=r"cannot quantize to .* \(no kernel image") as caught:
-        quant.quantize(torch.ones(64, 64), kind)
-    assert caught.value.device == "cpu"
+    error = raised(DeviceError, quant.quantize, torch.ones(64, 64), kind, match=r"cannot quantize to .* \(no kernel image")
+    assert error.device == "cpu"
 
 
 def test_a_packed_checkpoint_is_never_packed_again(tmp_path):
     reference = stock.load_stock(pico.build("llama", tmp_path / "plain"), "nf4")
     reference.save_pretrained(tmp_path / "packed")
     assert trimtab.plan(tmp_path / "packed", device="cpu", context=64).request.quant == "nf4"
-    with pytest.raises(RequestError, match="never quantized twice") as caught:
-        trimtab.plan(tmp_path / "packed", device="cpu", context=64, quant="int8")
-    assert caught.value.field == "quant" and "nf4" in caught.value.allowed
+    error = refused(trimtab.plan, tmp_path / "packed", device="cpu", context=64, quant="int8", match="never quantized twice")
+    assert error.field == "quant" and "nf4" in error.allowed
 
 
 def test_experts_that_an_older_file_packs_one_by_one_are_dequantized(tmp_path):
@@ -109,8 +108,7 @@ def test_rows_that_begin_inside_a_block_have_that_block_s_scale(kind, shape):
     half = weights.shell(packed, bias, torch.bfloat16)  # rounded once, from the codes
     rounded = torch.nn.functional.linear(x.bfloat16(), expected.bfloat16(), bias.bfloat16())
     assert torch.equal(half(x), rounded.float())
-    rows = weights.dequantize_rows(packed, 1, 2, torch.device("cpu"))
-    assert torch.equal(rows, expected[1:2])
+    assert torch.equal(weights.dequantize_rows(packed, 1, 2, torch.device("cpu")), expected[1:2])
 
 
 @pytest.mark.parametrize("kind, part", [("int8", "SCB"), ("nf4", "absmax"), ("fp4", "quant_map"), ("nf4-dq", "nested_absmax")])

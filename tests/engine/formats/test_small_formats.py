@@ -109,21 +109,19 @@ def test_4_bit_floats_are_the_formula_in_float64(tmp_path_factory, rows, groups,
     assert torch.equal(weights.dequantize(packed), expected)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "words"),
-    [("(", "no regular expression|not a regular expression"), ("(a)\\1", "back-reference"), ("a" * 200_000, "characters")],
-)
+@pytest.mark.parametrize(("pattern", "words"), [
+    ("(", "no regular expression|not a regular expression"), ("(a)\\1", "back-reference"), ("a" * 200_000, "characters"),
+])  # fmt: skip
 def test_patterns_of_bits_are_read_in_bounded_time(golden, pattern, words, tmp_path):
     stored, _ = case_of(golden, "mobile4")
     with pytest.raises(CheckpointError, match=words):
         split_packed(written(tmp_path, stored, CONFIGS["mobile4"] | {"module_quant_configs": {pattern: {"num_bits": 2}}}))
 
 
-@pytest.mark.parametrize(
-    ("patterns", "bits"),
-    [({"x": 4}, 4), ({"^x": 2, "m": 4}, 4), ({"x$": 2, r"^m\.": 4}, 4), ({r"m\.x": 4, "m": 2}, 4), ({}, 4), ({"y": 2}, 4),
-     ({"m": None}, 4)],
-)  # fmt: skip
+@pytest.mark.parametrize(("patterns", "bits"), [
+    ({"x": 4}, 4), ({"^x": 2, "m": 4}, 4), ({"x$": 2, r"^m\.": 4}, 4), ({r"m\.x": 4, "m": 2}, 4), ({}, 4), ({"y": 2}, 4),
+    ({"m": None}, 4),
+])  # fmt: skip
 def test_bits_are_those_of_the_pattern_that_is_found_first(golden, patterns, bits, tmp_path):
     stored, _ = case_of(golden, "mobile4")
     listed = {pattern: {} if bits is None else {"num_bits": bits} for pattern, bits in patterns.items()}
@@ -131,32 +129,29 @@ def test_bits_are_those_of_the_pattern_that_is_found_first(golden, patterns, bit
     assert split_packed(written(tmp_path, stored, config))[1]["m.x.weight"].kind == f"mobile{bits}-row-a8"
 
 
-@pytest.mark.parametrize(
-    ("case", "change", "words"),
-    [
-        ("mobile4", without("weight_scale"), "without its quantization|not read"),
-        ("mobile4", without("weight"), "has no weight"),
-        ("mobile4", changed("weight", lambda t: t.to(torch.int8)), "weight is int8"),
-        ("mobile8", changed("weight", lambda t: t.view(1, *t.shape)), "weight is int8"),
-        ("mobile4", changed("weight_scale", lambda t: t.bfloat16()), "weight_scale is"),
-        ("mobile4", changed("weight_scale", lambda t: t.expand(-1, 3)), "weight_scale is"),
-        ("mobile4", changed("weight_scale", lambda t: t[1:]), "weight_scale is"),
-        ("mobile4", changed("input_activation_scale", lambda t: t.expand(2)), "input_activation_scale is"),
-        ("mobile4-table", without("embedding_scale"), "has no embedding_scale"),
-        ("mobile4-table", changed("embedding_scale", lambda t: t[:, :0]), "embedding_scale is"),
-        ("mobile4-table", changed("embedding_scale", lambda t: t.repeat(1, 3)[:, :5]), "embedding_scale is"),
-        ("nvfp4", without("weight_scale"), "has no weight_scale"),
-        ("nvfp4", without("weight_global_scale"), "has no weight_global_scale"),
-        ("nvfp4", changed("weight_scale", lambda t: t[:, :-1]), "weight_scale is"),
-        ("nvfp4", changed("weight_global_scale", lambda t: t.double()), "weight_global_scale is"),
-        ("mxfp4", changed("weight_scale", lambda t: t[:, :-1]), "weight_scale is"),
-        ("mxfp4", changed("weight_packed", lambda t: t[0]), "not a matrix"),
-        ("mxfp8", changed("weight_scale", lambda t: t[:, :-1]), "its scale is uint8"),
-        ("modelopt", without("weight_scale_2"), "has no weight_scale_2"),
-        *((case, more(FLOAT8), "y.weight: is fp8-tensor, which config.json does not declare") for case in ("nvfp4", "modelopt")),
-        ("modelopt", lambda parts: parts.update({"pre_quant_scale": torch.ones(64)}), "pre_quant_scale"),
-    ],
-)
+@pytest.mark.parametrize(("case", "change", "words"), [
+    ("mobile4", without("weight_scale"), "without its quantization|not read"),
+    ("mobile4", without("weight"), "has no weight"),
+    ("mobile4", changed("weight", lambda t: t.to(torch.int8)), "weight is int8"),
+    ("mobile8", changed("weight", lambda t: t.view(1, *t.shape)), "weight is int8"),
+    ("mobile4", changed("weight_scale", lambda t: t.bfloat16()), "weight_scale is"),
+    ("mobile4", changed("weight_scale", lambda t: t.expand(-1, 3)), "weight_scale is"),
+    ("mobile4", changed("weight_scale", lambda t: t[1:]), "weight_scale is"),
+    ("mobile4", changed("input_activation_scale", lambda t: t.expand(2)), "input_activation_scale is"),
+    ("mobile4-table", without("embedding_scale"), "has no embedding_scale"),
+    ("mobile4-table", changed("embedding_scale", lambda t: t[:, :0]), "embedding_scale is"),
+    ("mobile4-table", changed("embedding_scale", lambda t: t.repeat(1, 3)[:, :5]), "embedding_scale is"),
+    ("nvfp4", without("weight_scale"), "has no weight_scale"),
+    ("nvfp4", without("weight_global_scale"), "has no weight_global_scale"),
+    ("nvfp4", changed("weight_scale", lambda t: t[:, :-1]), "weight_scale is"),
+    ("nvfp4", changed("weight_global_scale", lambda t: t.double()), "weight_global_scale is"),
+    ("mxfp4", changed("weight_scale", lambda t: t[:, :-1]), "weight_scale is"),
+    ("mxfp4", changed("weight_packed", lambda t: t[0]), "not a matrix"),
+    ("mxfp8", changed("weight_scale", lambda t: t[:, :-1]), "its scale is uint8"),
+    ("modelopt", without("weight_scale_2"), "has no weight_scale_2"),
+    *((case, more(FLOAT8), "y.weight: is fp8-tensor, which config.json does not declare") for case in ("nvfp4", "modelopt")),
+    ("modelopt", lambda parts: parts.update({"pre_quant_scale": torch.ones(64)}), "pre_quant_scale"),
+])  # fmt: skip
 def test_wrong_file_tensors_are_refused_by_name(golden, case, change, words, tmp_path):
     stored, _ = case_of(golden, case)
     change(stored)
@@ -164,12 +159,11 @@ def test_wrong_file_tensors_are_refused_by_name(golden, case, change, words, tmp
         split_packed(written(tmp_path, stored, CONFIGS[case]))
 
 
-@pytest.mark.parametrize(
-    ("case", "name"),
-    [("mobile4", "weight_scale"), ("mobile4", "output_activation_scale"), ("mobile2-table", "embedding_scale"),
-     ("nvfp4", "weight_global_scale"), ("nvfp4", "weight_scale"), ("modelopt", "weight_scale_2"), ("mxfp4", "weight_scale"),
-     ("mxfp8", "weight_scale")],
-)  # fmt: skip
+@pytest.mark.parametrize(("case", "name"), [
+    ("mobile4", "weight_scale"), ("mobile4", "output_activation_scale"), ("mobile2-table", "embedding_scale"),
+    ("nvfp4", "weight_global_scale"), ("nvfp4", "weight_scale"), ("modelopt", "weight_scale_2"), ("mxfp4", "weight_scale"),
+    ("mxfp8", "weight_scale"),
+])  # fmt: skip
 def test_scales_that_are_not_finite_are_refused(golden, case, name, tmp_path):
     stored, _ = case_of(golden, case)
     kind = stored[name].dtype

@@ -89,17 +89,13 @@ def test_steps_of_many_rows_are_the_modules_own_pass(layer, rows):
 
 
 @on_cpu
-@pytest.mark.parametrize(
-    "shape, dtype",
-    [
-        (SHAPE, torch.bfloat16), pytest.param(DeltaShape(1, 2, 128, 128, 4), torch.float16, marks=pytest.mark.slow),
-        pytest.param(DeltaShape(2, 2, 64, 32, 2), torch.bfloat16, marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("shape, dtype", [
+    (SHAPE, torch.bfloat16), pytest.param(DeltaShape(1, 2, 128, 128, 4), torch.float16, marks=pytest.mark.slow),
+    pytest.param(DeltaShape(2, 2, 64, 32, 2), torch.bfloat16, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_check_at_load_passes_on_the_cpu_and_finds_a_fault(shape, dtype):
     module = run.CpuModule(delta_rule.source(), delta_rule.NAMES, options=delta_rule.options(shape, dtype))
-    assert delta_rule.check(module, shape, dtype) is None
-    assert set(module.launches) == set(delta_rule.NAMES)
+    assert delta_rule.check(module, shape, dtype) is None and set(module.launches) == set(delta_rule.NAMES)
     broken = delta_rule.source().replace("*= decay[i]", "*= 1.f")
     module = run.CpuModule(broken, delta_rule.NAMES, options=delta_rule.options(shape, dtype))
     assert "of the delta rule" in delta_rule.check(module, shape, dtype)

@@ -117,8 +117,7 @@ def test_scores_in_torch_are_what_the_head_and_the_batch_made_of_them(dtype, sof
 def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtype):
     module = cpu_module(order)
     for sizes in (SIZES, ends.Sizes(4099, 64), ends.Sizes(2056, 1032, 30.0, 3, 256)):
-        assert ends.why_not(sizes, dtype) is None
-        assert ends.check(module, sizes, dtype=dtype, rows=(1, 3, 8)) is None
+        assert ends.why_not(sizes, dtype) is None and ends.check(module, sizes, dtype=dtype, rows=(1, 3, 8)) is None
     assert set(module.launches) == set(ends.NAMES)
 
 
@@ -187,8 +186,7 @@ def test_ties_zeros_infinities_and_what_is_not_a_number(width):
             wanted = [5, width - 1, -1, 400, -1, -1, -1] if softcap is None else [5, width - 1, 0, 400, 20, -1, -1]
             assert tokens.tolist() == expected[1].tolist() and tokens.tolist()[:7] == wanted
             assert following.tolist() == [max(token, 0) for token in tokens.tolist()]
-            assert torch.equal(scores.isnan(), expected[0].isnan())
-            assert torch.equal(scores.isinf(), expected[0].isinf())
+            assert torch.equal(scores.isnan(), expected[0].isnan()) and torch.equal(scores.isinf(), expected[0].isinf())
 
 
 @on_cpu
@@ -264,8 +262,7 @@ def test_what_a_kernel_cannot_read_is_done_in_torch():
     ends.per_layer(random(2, 528), random(2, 2, 264), None, 1e-6, 0.1, 1.0, mixed, module)
     assert not mixed.isnan().any()
     assert ends.argmax_logits(random(2, 9).double().float(), 30.0, None, module)[0].dtype == torch.float32
-    assert ends.argmax_logits(random(65, 9), None, None, module)[1].shape == (65,)
-    assert module.launches == []
+    assert ends.argmax_logits(random(65, 9), None, None, module)[1].shape == (65,) and module.launches == []
     assert "multiples of 8" in ends.why_not(ends.Sizes(100, 36), torch.bfloat16)
     assert "float32" in ends.why_not(SIZES, torch.float32)
 

@@ -168,8 +168,7 @@ def test_mixtures_without_kernels_say_why():
     def why(mixture, n=1, chosen=2, dtype=BF16):
         return ours.why_not(mixture, n, chosen, dtype, "cpu")
 
-    assert why(mixture) == "cpu is not a CUDA device"
-    assert "float32" in why(mixture_of(4, 64, 64, FLOAT), dtype=FLOAT)
+    assert why(mixture) == "cpu is not a CUDA device" and "float32" in why(mixture_of(4, 64, 64, FLOAT), dtype=FLOAT)
     assert "torch.bfloat16, not torch.float16" in why(mixture, dtype=HALF)
     assert "65 rows" in why(mixture, n=65) and "33 experts" in why(mixture, chosen=33)
     assert "relu" in why(Mixture(mixture.gate_up, mixture.down, "relu"))

@@ -152,8 +152,7 @@ def test_attend_in_torch_is_what_transformers_attention_gives(softcap):
     fused.attend(q, keys, values, positions, 0.2, softcap, out, None)
     exact = fused_check.attend_exact(q, keys, values, positions, 0.2, softcap)
     # bf16 scores, weights and outputs, each 2^-9 off: transformers' eager path is that far from float64 itself.
-    assert fused_check.relative_error(wanted.reshape(n, -1), exact) < 1e-2
-    assert fused_check.relative_error(out, exact) < 1e-2
+    assert fused_check.relative_error(wanted.reshape(n, -1), exact) < 1e-2 and fused_check.relative_error(out, exact) < 1e-2
 
 
 def test_a_full_ring_counts_as_a_whole():
@@ -178,21 +177,18 @@ def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtyp
 
 
 @on_cpu
-@pytest.mark.parametrize(
-    "shape, norm",
-    [
-        (fused.AttentionShape(4, 2, 32, "after", False, 16), ("after", False)),
-        (fused.AttentionShape(4, 2, 32, None, False, 16, turn="pairs", growth=fused.Growth(0.1, 16)), ("after", True)),
-        (fused.AttentionShape(6, 2, 32, None, False, None, turn="wide", has_sinks=True), ("inside", True)),
-        *(
-            pytest.param(fused.AttentionShape(*shape), norm, marks=pytest.mark.slow)
-            for shape, norm in (
-                ((4, 2, 32, None, False), ("after", False)), ((4, 1, 256, "plus_one", False), ("plus_one", True)),
-                ((2, 2, 32, "after", False, 0), ("after", False)), ((4, 2, 256, "plus_one", False, 64), ("plus_one", False)),
-            )
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("shape, norm", [
+    (fused.AttentionShape(4, 2, 32, "after", False, 16), ("after", False)),
+    (fused.AttentionShape(4, 2, 32, None, False, 16, turn="pairs", growth=fused.Growth(0.1, 16)), ("after", True)),
+    (fused.AttentionShape(6, 2, 32, None, False, None, turn="wide", has_sinks=True), ("inside", True)),
+    *(
+        pytest.param(fused.AttentionShape(*shape), norm, marks=pytest.mark.slow)
+        for shape, norm in (
+            ((4, 2, 32, None, False), ("after", False)), ((4, 1, 256, "plus_one", False), ("plus_one", True)),
+            ((2, 2, 32, "after", False, 0), ("after", False)), ((4, 2, 256, "plus_one", False, 64), ("plus_one", False)),
+        )
+    ),
+])  # fmt: skip
 def test_the_check_at_load_passes_for_every_form_of_norms_and_heads(shape, norm):
     """Norms that round in front of their weight, none at all, heads of which a part turns, and other scores."""
     assert fused_check.check(cpu_module(1), widths=(64,), attention=(shape,), norm=norm, dtype=torch.float16, rows=(2,)) is None
@@ -305,8 +301,7 @@ def test_the_kernel_of_shared_experts_is_torch_s_sum_at_any_width_and_stride():
         y, made, gate = random(n, stride)[:, :width], random(n, width, seed=1), random(n, 4, seed=2, spread=3)[:, :1]
         for given in (gate, None):
             wanted = y + (made if given is None else torch.sigmoid(gate) * made)
-            found = fused.add_gated(y.clone(), made, given, module)
-            assert torch.equal(found, wanted)
+            assert torch.equal(fused.add_gated(y.clone(), made, given, module), wanted)
     assert module.launches == [*["add_gated_8"] * 4, *["add_gated_1"] * 2]
 
 
@@ -320,13 +315,10 @@ FIRST_SHAPES = {(8, 1, 512): "here", (16, 1, 256): "apart", (10, 1, 128): "here"
 
 
 @on_cpu
-@pytest.mark.parametrize(
-    "heads, kv_heads, dim, combine",
-    [
-        pytest.param(*shape, combine, marks=() if FIRST_SHAPES.get(shape) == combine else pytest.mark.slow)
-        for shape in SHAPES for combine in ("here", "apart")
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("heads, kv_heads, dim, combine", [
+    pytest.param(*shape, combine, marks=() if FIRST_SHAPES.get(shape) == combine else pytest.mark.slow)
+    for shape in SHAPES for combine in ("here", "apart")
+])  # fmt: skip
 def test_attention_is_exact_to_one_rounding_at_every_length(heads, kv_heads, dim, combine, monkeypatch):
     monkeypatch.setattr(fused, "_COMBINE_BYTES", 0 if combine == "apart" else 2**30)
     dtype = torch.float16 if heads == 10 or dim == 64 else torch.bfloat16
@@ -348,8 +340,7 @@ def test_attention_is_exact_to_one_rounding_at_every_length(heads, kv_heads, dim
             worst = max(worst, fused_check.relative_error(out, exact))
             # Nothing but the rounding of the output is left, whose norm is about 2^-9 / sqrt(3) of it at most.
             assert worst < (2.2e-3 if dtype == torch.bfloat16 else 3e-4), (length, softcap)
-    assert not module.scratch["arrived"].any()
-    assert ("attend_combine" in launches(module)) == (combine == "apart")
+    assert not module.scratch["arrived"].any() and ("attend_combine" in launches(module)) == (combine == "apart")
 
 
 @on_cpu
@@ -386,8 +377,7 @@ def test_the_same_input_gives_the_same_bits_whoever_arrives_last():
 @on_cpu
 def test_shapes_without_a_kernel_are_named_and_computed_in_torch():
     module = cpu_module()
-    assert "float32" in fused.why_not(4, 2, 64, torch.float32)
-    assert "head of 24" in fused.why_not(4, 2, 24, torch.bfloat16)
+    assert "float32" in fused.why_not(4, 2, 64, torch.float32) and "head of 24" in fused.why_not(4, 2, 24, torch.bfloat16)
     assert "head of 1024" in fused.why_not(4, 2, 1024, torch.bfloat16)
     assert "32 heads over 1" in fused.why_not(32, 1, 64, torch.bfloat16)
     assert "5 heads over 2" in fused.why_not(5, 2, 64, torch.bfloat16)

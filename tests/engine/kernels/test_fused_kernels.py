@@ -109,8 +109,7 @@ def test_layers_share_a_x_only_of_the_very_same_numbers(on_cpu, tmp_path, monkey
             assert is_made(k, x.clone())  # equal, but another tensor: nobody says that it stays so
             assert is_made(q, x)
             x *= 2
-            assert is_made(k, x)
-            assert is_made(q, x) and not is_made(k, x)
+            assert is_made(k, x) and is_made(q, x) and not is_made(k, x)
             table.empty(2)
             assert is_made(k, x)  # what was shared is gone
         with torch.inference_mode():
@@ -145,8 +144,7 @@ def test_a_step_of_mixed_rows_from_the_kernels_is_the_modules(on_cpu, replayed):
                 for one in (expected, batch):
                     one.active[0].adapter, one.active[2].adapter = "specialist", None
         assert batch.steps.captures == captured == 1 and batch.steps.fallbacks == []
-        assert "matvec_4" in on_cpu.matvec.launches
-        assert len(on_cpu.small.launches) > 50
+        assert "matvec_4" in on_cpu.matvec.launches and len(on_cpu.small.launches) > 50
         counted = [on_cpu.ends.launches.count(name) for name in ("rows", "per_layer", "likeliest_8")]
         # Here the modules' steps end with the kernel too.
         assert counted[0] == counted[1] == counted[2] - 3 > 2
@@ -247,11 +245,10 @@ def wide(family, monkeypatch, folder):
     return base, adapters
 
 
-@pytest.mark.parametrize(
-    ("family", "decode", "form"),
-    [("llama", "fused", None), ("llama", "graph", None), ("gemma4", "fused", "mobile"), ("llama", "fused", "nvfp4-ct"),
-     pytest.param("gemma4", "fused", None, marks=pytest.mark.slow)],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "decode", "form"), [
+    ("llama", "fused", None), ("llama", "graph", None), ("gemma4", "fused", "mobile"), ("llama", "fused", "nvfp4-ct"),
+    pytest.param("gemma4", "fused", None, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_step_of_ten_rows_from_the_kernels_is_the_modules(
     on_cpu, replayed, monkeypatch, tmp_path, family, decode, form  # noqa: F811
 ):  # fmt: skip

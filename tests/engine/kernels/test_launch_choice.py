@@ -213,10 +213,9 @@ def test_what_checks_and_steps_ask_for_is_compiled_at_once_before_they_do(module
     assert "rows.cu" in [job.name for job in several]
 
 
-@pytest.mark.parametrize(
-    ("quant", "shape", "calls"),
-    [("nf4-dq", (12288, 4096), 10), ("q4_k", (64, 256), 10), ("q4_k", (1024, 4096), 2), ("q6_k", (12288, 4096), 1)],
-)
+@pytest.mark.parametrize(("quant", "shape", "calls"), [
+    ("nf4-dq", (12288, 4096), 10), ("q4_k", (64, 256), 10), ("q4_k", (1024, 4096), 2), ("q6_k", (12288, 4096), 1),
+])  # fmt: skip
 def test_own_products_that_take_thousands_of_launches_are_timed_with_few_calls(quant, shape, calls):
     assert kernels._own_calls([SimpleNamespace(out_features=shape[0], in_features=shape[1], quant_kind=quant)]) == calls
 

@@ -67,8 +67,7 @@ def test_adapters_over_any_layer_are_added_as_the_matrix_vector_kernels_add_them
         made, wanted = y.clone(), y.clone()
         many_rows.add(made, args, module, x=x, round_change=round_change)
         matvec.lora_add(wanted, args, None, x=x, round_change=round_change)
-        assert float((made != wanted).float().mean()) < 0.01
-        assert torch.equal(made[numbers < 0], y[numbers < 0])
+        assert float((made != wanted).float().mean()) < 0.01 and torch.equal(made[numbers < 0], y[numbers < 0])
 
 
 @on_cpu
@@ -117,8 +116,7 @@ def test_a_way_that_seems_slower_is_timed_again(monkeypatch):
 def test_more_rows_than_shared_memory_has_room_for_are_multiplied_in_pieces(shared_bytes, tile):
     module = cpu_module()
     module.shared_bytes = shared_bytes
-    weights = [packed("nf4-dq", 130, 512)]
-    assert many_rows.wrong(weights, module, torch.bfloat16, counts=(9, 70)) is None
+    assert many_rows.wrong([packed("nf4-dq", 130, 512)], module, torch.bfloat16, counts=(9, 70)) is None
     assert {one for one in launches(module) if "product" in one} == {"rows_product_16", f"rows_product_{tile}"}
 
 
@@ -134,6 +132,5 @@ def test_in_torch_a_step_of_many_rows_adds_what_peft_adds():
         y = torch.nn.functional.linear(x, dequantize(one))
         change = (x.float() @ A.T @ B.T * scale).to(y.dtype)
         change[1::2] = 0
-        part = made[:, start : start + one.shape[0]]
-        assert float((part != y + change).float().mean()) < 0.02
+        assert float((made[:, start : start + one.shape[0]] != y + change).float().mean()) < 0.02
         start += one.shape[0]

@@ -92,8 +92,7 @@ def test_the_torch_path_equals_a_quantized_layer_with_an_adapter():
     wanted[1] = base[1]
     assert torch.equal(out, wanted)
     # And bitsandbytes' own layer, which rounds each weight to bf16, is near: 2^-9 a weight, averaged over 256 of them.
-    stock = shell(packed, None, torch.bfloat16)(x)
-    assert tuning.relative_error(base, stock) < 5e-3
+    assert tuning.relative_error(base, shell(packed, None, torch.bfloat16)(x)) < 5e-3
 
 
 @pytest.mark.parametrize("round_change", [False, True])
@@ -137,13 +136,10 @@ def test_random_weights_have_the_layout_of_quantized_ones(quant):
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"kind": "int8"}, "the weight is int8"), ({"shape": (128, 96)}, "not whole blocks of 64"),
-        ({"blocks": (128, 256)}, "blocks of 128"), ({"blocks": (64, 128)}, "nested blocks of 128"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, words", [
+    ({"kind": "int8"}, "the weight is int8"), ({"shape": (128, 96)}, "not whole blocks of 64"),
+    ({"blocks": (128, 256)}, "blocks of 128"), ({"blocks": (64, 128)}, "nested blocks of 128"),
+])  # fmt: skip
 def test_a_weight_that_the_kernel_cannot_take_is_refused_by_name(change, words):
     packed = dataclasses.replace(packed_of(64, 192), **change)
     assert words in matvec.why_not(packed, torch.bfloat16, "cpu")
@@ -166,19 +162,17 @@ def test_types_rows_codes_and_alignment_are_refused_by_name():
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])
-@pytest.mark.parametrize(
-    "rows, columns",
-    [((10240, 10240), 2560), ((2560,), 10240), ((2048, 512, 512), 2560), ((1536,), 12288), ((15360, 15360), 3840),
-     ((3840,), 15360), ((2112, 2112), 2816), ((2816,), 2112), ((256,), 2560), ((2560,), 256), ((17,), 64)],
-)  # fmt: skip
+@pytest.mark.parametrize("rows, columns", [
+    ((10240, 10240), 2560), ((2560,), 10240), ((2048, 512, 512), 2560), ((1536,), 12288), ((15360, 15360), 3840),
+    ((3840,), 15360), ((2112, 2112), 2816), ((2816,), 2112), ((256,), 2560), ((2560,), 256), ((17,), 64),
+])  # fmt: skip
 def test_cuts_cover_every_row_and_column_once_and_fit_the_card(rows, columns, n):
     pair = len(rows) == 2 and rows[0] == rows[1]
     found = cuts.cuts(rows, columns, n, pair=pair, **H200)
     assert found == sorted(found, key=lambda cut: cut.estimated_us)
     for cut in found:
         units = cuts.units_of(rows, pair=pair)
-        assert (cut.grid - 1) * cut.units < units <= cut.grid * cut.units
-        assert cut.units % 2 == 0 or not pair
+        assert (cut.grid - 1) * cut.units < units <= cut.grid * cut.units and (cut.units % 2 == 0 or not pair)
         blocks = columns // 64
         assert (cut.splits - 1) * cut.chunk < blocks <= cut.splits * cut.chunk
         assert cut.chunk % 4 == 0  # blocks are read four at a time
@@ -197,8 +191,7 @@ def test_a_card_with_little_shared_memory_gets_more_cuts_along_k():
     small = {"multiprocessors": 46, "shared_bytes": 101376}  # compute capability 8.6 and 8.9
     found = cuts.cuts((2560,), 10240, 8, **small)
     assert {cut.splits for cut in found if not cut.held} == {14} and {cut.splits for cut in found if cut.held} == {8}
-    assert cuts.cuts((2560,), 10240, 1, **small)
-    assert not cuts.cuts((2560,), 65536, 8, **small)
+    assert cuts.cuts((2560,), 10240, 1, **small) and not cuts.cuts((2560,), 65536, 8, **small)
 
 
 @needs_gxx
@@ -294,8 +287,7 @@ def test_weights_held_in_registers_give_the_same_product(modules, rows, columns,
         for module in modules:
             outs.append(torch.full((n, sum(rows)), math.nan, dtype=dtype))
             matvec.matvec4(x, group, outs[-1], bias=bias, lora=given, module=module, cut=cut)
-            assert (module.scratch["parts"] == matvec.EMPTY).all()
-            assert module.launches[-1] == "matvec_held"
+            assert (module.scratch["parts"] == matvec.EMPTY).all() and module.launches[-1] == "matvec_held"
         assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
         wanted = exact(x, group, bias)
         for i in range(n):
@@ -375,8 +367,7 @@ def test_zero_tiny_huge_and_broken_rows_do_not_touch_each_other(modules):
     wanted = exact(x, group)
     for i in (0, 2, 3, 6):
         assert tuning.relative_error(out[i], wanted[i]) < tuning.LARGEST_ERROR, i
-    assert torch.equal(out[1], torch.zeros(32).bfloat16())
-    assert not out[4].isfinite().any() and not out[5].isfinite().any()
+    assert torch.equal(out[1], torch.zeros(32).bfloat16()) and not out[4].isfinite().any() and not out[5].isfinite().any()
 
 
 @needs_gxx
@@ -427,12 +418,9 @@ def test_nothing_is_read_or_written_beyond_its_end():
 
 
 @needs_gxx
-@pytest.mark.parametrize(
-    ("dtype", "splits"),
-    [
-        (torch.bfloat16, 2), (torch.float16, 1), slow_on_cpu(torch.bfloat16, 1), slow_on_cpu(torch.float16, 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "splits"), [
+    (torch.bfloat16, 2), (torch.float16, 1), slow_on_cpu(torch.bfloat16, 1), slow_on_cpu(torch.float16, 2),
+])  # fmt: skip
 def test_each_row_uses_its_own_adapter(modules, dtype, splits):
     torch.manual_seed(8)
     rows, columns, n, width = (48, 16, 17), 512, 8, 20
@@ -467,10 +455,9 @@ def test_each_row_uses_its_own_adapter(modules, dtype, splits):
 
 
 @needs_gxx
-@pytest.mark.parametrize(
-    "rows, cut",
-    [pytest.param((48, 16, 17), None, marks=pytest.mark.slow), ((48, 48), held(8, 6, 1, 2, 8, 2, 6)), slow_on_cpu((48, 48), None)],
-)
+@pytest.mark.parametrize("rows, cut", [
+    pytest.param((48, 16, 17), None, marks=pytest.mark.slow), ((48, 48), held(8, 6, 1, 2, 8, 2, 6)), slow_on_cpu((48, 48), None),
+])  # fmt: skip
 def test_fixed_ranks_give_a_row_the_same_bits_beside_larger_adapters(modules, rows, cut):
     """Ranks on both sides of what one thread has of B. Sums in which large values cancel show in which order they are added."""
     torch.manual_seed(21)
@@ -573,15 +560,11 @@ def test_high_ranks_take_several_values_a_block_and_several_threads_an_output(mo
 
 
 @needs_gxx
-@pytest.mark.parametrize(
-    ("kind", "splits", "n"),
-    [
-        *((kind, 1, 5) for kind in fused.ACTIVATIONS),
-        (fused.ACTIVATIONS[0], 2, 1),
-        *(slow_on_cpu(kind, *case) for kind in fused.ACTIVATIONS for case in ((1, 1), (2, 5))),
-        *(slow_on_cpu(kind, 2, 1) for kind in fused.ACTIVATIONS[1:]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "splits", "n"), [
+    *((kind, 1, 5) for kind in fused.ACTIVATIONS), (fused.ACTIVATIONS[0], 2, 1),
+    *(slow_on_cpu(kind, *case) for kind in fused.ACTIVATIONS for case in ((1, 1), (2, 5))),
+    *(slow_on_cpu(kind, 2, 1) for kind in fused.ACTIVATIONS[1:]),
+])  # fmt: skip
 def test_gate_and_product_are_one_launch(modules, n, kind, splits):
     """act(gate) up of two layers, and act(product) other: the same bits as the product and the gate one after the other."""
     torch.manual_seed(11)
@@ -786,8 +769,7 @@ def test_the_norm_in_front_may_be_a_part_of_a_product(modules, rows, cut, paired
             outs.append((out, norm.out_h))
         (wanted, h), (first, first_h) = outs[:2]
         # A sum in another order moves a value of h or x by one step of bf16 now and then.
-        assert ((first_h.float() - h.float()).abs() <= h.float().abs() * 2**-7).all()
-        assert (first_h != h).float().mean() < 0.01
+        assert ((first_h.float() - h.float()).abs() <= h.float().abs() * 2**-7).all() and (first_h != h).float().mean() < 0.01
         assert tuning.relative_error(first, wanted) < tuning.LARGEST_ERROR
         assert all(torch.equal(out, first) and torch.equal(h, first_h) for out, h in outs[2:])
 
@@ -797,8 +779,7 @@ def test_a_norm_is_part_of_a_product_only_where_a_block_has_whole_rows():
     assert not held(8, 2, 2, 1, 16, 1, 2).may_be_normed  # fewer warps than rows
     assert not held(8, 2, 4, 1, 16, 1, 2).may_be_normed  # four pieces a warp
     assert not held(1, 2, 2, 1, 16, 2, 2).may_be_normed
-    ring = next(cut for cut in cuts.cuts((48,), 1536, 2, **H200) if not cut.held)
-    assert not ring.may_be_normed
+    assert not next(cut for cut in cuts.cuts((48,), 1536, 2, **H200) if not cut.held).may_be_normed
 
 
 @needs_gxx

@@ -32,6 +32,7 @@ from tests.engine.batch.test_company import (
 from tests.engine.decode.test_graphs import replayed  # noqa: F401
 from tests.engine.kv.kv8_reference import RoundedCache, greedy, rounded
 from tests.planning.values.test_execution import E4B, H200, card
+from tests.raised import refused
 from trimtab.api import plan_request
 from trimtab.checkpoint.anatomy import KVLayer
 from trimtab.cli.main import main
@@ -296,8 +297,7 @@ def test_a_plan_counts_what_is_kept_and_says_the_form(family, tmp_path):
         whole, small = (planned(folder, context=512, batch=8, kv_tokens=kv_tokens, kv=kv) for kv in ("full", "int8"))
         assert "keys and values in" not in str(whole) and "8-bit keys and values" in str(small)
         assert small.gpu["kv_cache"] < whole.gpu["kv_cache"] / 3  # float32: 4 bytes a value
-        assert small.token_s > whole.token_s
-        assert trimtab.Plan.from_json(json.loads(json.dumps(small.to_json()))) == small
+        assert small.token_s > whole.token_s and trimtab.Plan.from_json(json.loads(json.dumps(small.to_json()))) == small
         assert small.to_json()["request"]["kv"] == "int8"
         with trimtab.load(small) as model:
             batch = Batch(model, rows=8)
@@ -437,9 +437,8 @@ def needs(anatomy, kv):
 def test_it_is_asked_for_by_name_and_never_chosen(tmp_path):
     folder = pico.build("llama", tmp_path)
     assert LoadRequest(model="x").kv == "full" and trimtab.plan(folder, device="cpu").request.kv == "full"
-    with pytest.raises(RequestError) as caught:
-        LoadRequest(model="x", kv="int4")
-    assert caught.value.field == "kv" and caught.value.allowed == ("full", "int8")
+    error = refused(LoadRequest, model="x", kv="int4")
+    assert error.field == "kv" and error.allowed == ("full", "int8")
 
 
 def test_layers_that_keep_another_state_are_refused_by_name(tmp_path, monkeypatch):
@@ -450,9 +449,8 @@ def test_layers_that_keep_another_state_are_refused_by_name(tmp_path, monkeypatc
     config = Qwen3NextConfig(**text, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
     anatomy = config_only(tmp_path / "next", config, "Qwen3NextForCausalLM")
     check_kv("full", anatomy)
-    with pytest.raises(RequestError, match="layer 0 keeps a Linear") as caught:
-        check_kv("int8", anatomy)
-    assert caught.value.field == "kv" and caught.value.allowed == ("full",)
+    error = refused(check_kv, "int8", anatomy, match="layer 0 keeps a Linear")
+    assert error.field == "kv" and error.allowed == ("full",)
     monkeypatch.setattr(hf_slots, "why_not", lambda hf_model: "layer 0 keeps a MambaLayer")
     with pytest.raises(RequestError, match="8-bit keys and values of LlamaForCausalLM: layer 0 keeps a MambaLayer"):
         planned(pico.build("llama", tmp_path), quant="nf4")
@@ -536,23 +534,19 @@ def test_a_plan_file_that_asks_for_what_a_model_cannot_have_is_refused_before_we
     monkeypatch.setattr(hf_slots, "why_not", lambda hf_model: "layer 0 keeps a state")
     monkeypatch.setattr(Reader, "__init__", lambda *_: pytest.fail("weights are read"))
     for plan in (made, replace(made, request=replace(made.request, kv="full", batch_invariant=True))):
-        with pytest.raises(RequestError, match="LlamaForCausalLM.*: layer 0 keeps a state") as caught:
-            trimtab.load(Plan.from_json(plan.to_json()))
-        assert caught.value.field == ("batch_invariant" if plan.request.batch_invariant else "kv")
+        error = refused(trimtab.load, Plan.from_json(plan.to_json()), match="LlamaForCausalLM.*: layer 0 keeps a state")
+        assert error.field == ("batch_invariant" if plan.request.batch_invariant else "kv")
 
 
 def test_verify_refuses_what_it_would_not_compare(tmp_path):
     folder = pico.build("llama", tmp_path)
-    with pytest.raises(RequestError) as caught:
-        trimtab.verify(LoadRequest(model=str(folder), kv="int8"), against="resident")
-    assert caught.value.field == "kv"
+    assert refused(lambda: trimtab.verify(LoadRequest(model=str(folder), kv="int8"), against="resident")).field == "kv"
 
 
 def test_options_have_a_row_for_it(tmp_path):
     folder = pico.build("llama", tmp_path)
     request = LoadRequest(model=str(folder), device="cpu", quant="none", dtype="float32", context_tokens=512, batch=4)
-    rows = plan_options.options_of(request, plan_request, budget_bytes=2**34)
-    by_name = {row.what: row for row in rows}
+    by_name = {row.what: row for row in plan_options.options_of(request, plan_request, budget_bytes=2**34)}
     assert by_name["kv='int8'"].needed_bytes < by_name["as asked"].needed_bytes
     assert 0 < by_name["kv='int8'"].tokens_per_s < by_name["as asked"].tokens_per_s
     again = plan_options.options_of(replace(request, kv="int8"), plan_request, budget_bytes=2**34)

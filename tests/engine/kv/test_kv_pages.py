@@ -73,10 +73,8 @@ def test_what_a_row_has_no_page_for_is_written_to_nobodys():
 
 
 def test_a_pool_is_for_several_rows_that_share_less_than_their_contexts():
-    assert pool_tokens(None, rows=8, context_tokens=1024) is None
-    assert pool_tokens(4096, rows=1, context_tokens=1024) is None
-    assert pool_tokens(8192, rows=8, context_tokens=1024) is None
-    assert pool_tokens(4000, rows=8, context_tokens=1024) == 4032
+    assert pool_tokens(None, rows=8, context_tokens=1024) is None and pool_tokens(4096, rows=1, context_tokens=1024) is None
+    assert pool_tokens(8192, rows=8, context_tokens=1024) is None and pool_tokens(4000, rows=8, context_tokens=1024) == 4032
     assert [pages_of(one) for one in (1, 64, 65)] == [1, 1, 2]
 
 

@@ -70,13 +70,10 @@ def test_rows_in_pages_say_what_they_say_alone(family, tmp_path):
         assert layers[0].keys[:, SCRAP * PAGE_TOKENS : FIRST * PAGE_TOKENS].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("decode", "sizes"),
-    [
-        ("eager", ()), ("fused", (16, 64)), ("graph", (16, 64)), slow_on_cpu("eager", (16, 64)), slow_on_cpu("fused", ()),
-        slow_on_cpu("graph", ()),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("decode", "sizes"), [
+    ("eager", ()), ("fused", (16, 64)), ("graph", (16, 64)), slow_on_cpu("eager", (16, 64)), slow_on_cpu("fused", ()),
+    slow_on_cpu("graph", ()),
+])  # fmt: skip
 def test_an_answer_in_pages_is_the_same_alone_and_in_company(model, replayed, decode, sizes):  # noqa: F811
     with_pool(model, 4 * CONTEXT)
     company = check_company(model, decode, sizes)

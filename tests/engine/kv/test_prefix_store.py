@@ -31,18 +31,15 @@ def test_what_two_prompts_share_is_found_up_to_a_whole_block():
     assert [number for number, _ in added.blocks] == [0, 1] and store.used_pages == 2
     assert store.find(key([*range(9), 99, 98, 97]), limit=11) == Match(8, (0, 1), shared_tokens=8)
     # The last token has to go through: its scores are wanted.
-    assert store.find(key(range(8)), limit=7).tokens == 4
-    assert store.find(key([1, *range(1, 11)]), limit=10) == Match()
-    again = store.add(key(range(15)))
-    assert [number for number, _ in again.blocks] == [2] and store.used_pages == 3
+    assert store.find(key(range(8)), limit=7).tokens == 4 and store.find(key([1, *range(1, 11)]), limit=10) == Match()
+    assert [number for number, _ in store.add(key(range(15))).blocks] == [2] and store.used_pages == 3
 
 
 def test_scopes_are_never_shared():
     store = PrefixStore(pages=10, block_tokens=SIZE)
     store.add(key(range(8), A))
     assert store.find(key(range(8), B), limit=8) == Match()
-    assert scope_of("ab", "c") != scope_of("a", "bc") != scope_of("abc")
-    assert scope_of("x", "") != scope_of("x")
+    assert scope_of("ab", "c") != scope_of("a", "bc") != scope_of("abc") and scope_of("x", "") != scope_of("x")
 
 
 def test_a_longer_key_takes_over_the_digests_of_what_both_begin_with():
@@ -52,8 +49,7 @@ def test_a_longer_key_takes_over_the_digests_of_what_both_begin_with():
     for ids in (range(20), range(7), [*range(10), 99, 98], [9, *range(1, 20)]):
         fresh, longer = key(ids, marks=marks), first.with_tokens(list(ids))
         for number in range(len(tuple(ids)) // SIZE):
-            assert longer.block(number, SIZE) == fresh.block(number, SIZE)
-            assert longer.block(0, 2) == fresh.block(0, 2)
+            assert longer.block(number, SIZE) == fresh.block(number, SIZE) and longer.block(0, 2) == fresh.block(0, 2)
     assert [first.block(number, SIZE) for number in range(2)] == digests
     assert first.with_tokens([9, *range(1, 11)]).block(1, SIZE) != digests[1]
 
@@ -64,8 +60,7 @@ def test_a_picture_is_known_by_its_content_in_every_block_that_it_touches():
     cat, dog = (Mark(1, 6, name) for name in (b"cat", b"dog"))
     store.add(key(ids, marks=(cat,)))
     assert store.find(key(ids, marks=(cat,)), limit=12).tokens == 12
-    assert store.find(key(ids, marks=(dog,)), limit=12).tokens == 0
-    assert store.find(key(ids), limit=12).tokens == 0
+    assert store.find(key(ids, marks=(dog,)), limit=12).tokens == 0 and store.find(key(ids), limit=12).tokens == 0
     # The second picture of a prompt does not change what comes before it.
     two = (cat, Mark(9, 11, b"dog"))
     assert store.find(key(ids, marks=two), limit=12).tokens == 8
@@ -80,8 +75,7 @@ def test_a_family_with_snapshots_resumes_only_there():
     match = store.find(key(ids), limit=19)
     assert match == Match(10, (0, 1), first.snapshot, shared_tokens=16, offset=-3)
     # Ten tokens were seen: another eleventh token is fine, another tenth is not.
-    assert store.find(key([*ids[:10], 77]), limit=10).tokens == 10
-    assert store.find(key([*ids[:9], 77, 78]), limit=10).tokens == 0
+    assert store.find(key([*ids[:10], 77]), limit=10).tokens == 10 and store.find(key([*ids[:9], 77, 78]), limit=10).tokens == 0
     assert store.add(key(ids[:10]), snapshot=True).snapshot == ()
     # One block at least; less is computed faster than it is looked for.
     assert store.add(key([50, 51]), snapshot=True).snapshot == ()
@@ -106,8 +100,7 @@ def test_the_oldest_goes_first_and_nothing_that_is_needed():
     assert [store.find(key([token] * 8), limit=8).tokens for token in (1, 2, 3)] == [8, 4, 4]
     # A prompt that is longer than all of the memory keeps its prefix.
     assert len(store.add(key([4] * 40)).blocks) == 4
-    assert store.find(key([4] * 40), limit=40).tokens == 16 and store.used_pages == 4
-    assert store.counts["evicted"] == 5
+    assert store.find(key([4] * 40), limit=40).tokens == 16 and store.used_pages == 4 and store.counts["evicted"] == 5
 
 
 def test_keeping_a_long_prompt_takes_time_by_its_length_and_not_by_its_square(monkeypatch):
@@ -122,8 +115,7 @@ def test_keeping_a_long_prompt_takes_time_by_its_length_and_not_by_its_square(mo
     for first, last in ((0, 64), (64, 200)):
         given.clear()
         assert len(store.add(key(range(last * SIZE))).blocks) == last - first
-        assert [length for _, length in given] == list(range(first, last))
-        assert all(kept is given[0][0] for kept, _ in given)
+        assert [length for _, length in given] == list(range(first, last)) and all(kept is given[0][0] for kept, _ in given)
 
 
 def test_blobs_share_the_memory():
@@ -271,8 +263,7 @@ def test_every_byte_is_kept_where_its_field_is_and_comes_back(way, tokens):
     behind = {field: tokens_of(prefixes, field, 1)[:, tokens:].clone() for field in layout.blocks}
     prefixes.into_row(match, 1)
     for field in layout.blocks:
-        both = [tokens_of(prefixes, field, row)[:, :tokens] for row in (0, 1)]
-        assert torch.equal(*map(bits, both))
+        assert torch.equal(*map(bits, [tokens_of(prefixes, field, row)[:, :tokens] for row in (0, 1)]))
         assert torch.equal(bits(tokens_of(prefixes, field, 1)[:, tokens:]), bits(behind[field]))
     for field in layout.rings:
         states = getattr(slots.layers[field.layer], field.name)
@@ -347,8 +338,7 @@ def test_views_of_a_row_are_of_the_cache_that_the_model_has():
     views = prefixes._views_of(0)
     assert prefixes._views_of(0) is views
     prefixes.model.prefix_cache = PrefixCache(prefixes.model, 2**20, block_tokens=2 * LAYOUT_SIZE)
-    assert prefixes.cache.learn(prefixes.batch.cache)
-    assert prefixes._views_of(0).blocks[0].shape[2] == 2 * LAYOUT_SIZE
+    assert prefixes.cache.learn(prefixes.batch.cache) and prefixes._views_of(0).blocks[0].shape[2] == 2 * LAYOUT_SIZE
 
 
 def test_views_of_a_row_in_pages_follow_its_pages():

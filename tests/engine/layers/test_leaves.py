@@ -34,8 +34,7 @@ def test_a_plan_of_many_rows_keeps_weights_unpacked_where_half_of_what_is_left_h
     count = unpacked_bytes(E4B)
     assert 7 * 2**30 < count < 8 * 2**30  # 3.9 billion weights of two bytes
     large = plan(139, batch=32)
-    assert large.gpu[ITEM] == count
-    assert "unpacked weights" in str(large)
+    assert large.gpu[ITEM] == count and "unpacked weights" in str(large)
     left = large.gpu_budget_bytes - large.gpu_needed_bytes
     assert left > count
     # Everything else stays as it is on a card that has no room.
@@ -47,8 +46,7 @@ def test_a_plan_of_many_rows_keeps_weights_unpacked_where_half_of_what_is_left_h
 def test_few_rows_keep_them_for_their_prompts_where_a_quarter_of_what_is_left_holds_them(rows):
     count = unpacked_bytes(E4B)
     large, middle, many = plan(139, batch=rows), plan(36, batch=rows), plan(36, batch=9)
-    assert large.gpu[ITEM] == count and many.gpu[ITEM] == count
-    assert ITEM not in middle.gpu
+    assert large.gpu[ITEM] == count and many.gpu[ITEM] == count and ITEM not in middle.gpu
     left = middle.gpu_budget_bytes - middle.gpu_needed_bytes
     assert count > left / 4
     enough = plan(middle.gpu_needed_bytes / 2**30 + 4 * count / 2**30 + 1, batch=rows)
@@ -74,14 +72,12 @@ def on_cpu_plan(gib: float, **asked) -> Plan:
 def test_on_a_cpu_one_row_keeps_them_too_where_half_of_the_memory_that_device_and_host_share_is_left():
     count = unpacked_bytes(E4B)
     large, small = on_cpu_plan(40), on_cpu_plan(18)
-    assert large.gpu[ITEM] == count and ITEM not in small.gpu
-    assert large.gpu_needed_bytes - small.gpu_needed_bytes >= count
+    assert large.gpu[ITEM] == count and ITEM not in small.gpu and large.gpu_needed_bytes - small.gpu_needed_bytes >= count
     # A budget for the device bounds them as well, and so does what the host needs of the same memory.
     assert ITEM not in on_cpu_plan(40, gpu_memory_bytes=14 * 2**30).gpu
     assert ITEM in on_cpu_plan(40, gpu_memory_bytes=36 * 2**30).gpu
     assert ITEM not in on_cpu_plan(18, gpu_memory_bytes=100 * 2**30).gpu
-    cached = on_cpu_plan(40, prefix_cache_bytes=17 * 2**30)
-    assert ITEM not in cached.gpu
+    assert ITEM not in on_cpu_plan(40, prefix_cache_bytes=17 * 2**30).gpu
 
 
 @pytest.mark.parametrize("changed", [{"quant": "none"}, {"quant": "int8"}, {"place": {"language": "stream"}}])

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import trimtab
 from tests import pico, stock
 from tests.long_runs import FIRST, crossed
+from tests.raised import raised, refused
 from trimtab.engine import model as model_module
 from trimtab.engine.layers import leaves
 from trimtab.engine.loader import load
@@ -198,9 +199,7 @@ def test_a_table_file_that_changes_under_us_is_named(tmp_path):
         file = next(folder.glob("*.safetensors"))
         with file.open("r+b") as handle:
             handle.truncate(file.stat().st_size - 8)
-        with pytest.raises(CheckpointError, match="changed while in use") as caught:
-            forward(model, "gemma4")
-        assert caught.value.path == str(file)
+        assert raised(CheckpointError, forward, model, "gemma4", match="changed while in use").path == str(file)
 
 
 def test_a_failed_load_gives_everything_back(built, monkeypatch):
@@ -313,20 +312,16 @@ def test_an_adapter_that_was_not_planned_is_counted_before_it_is_loaded(built, t
         assert model.adapters == ("late",)
         model.unload_adapter("late")
     with trimtab.load(replace(plan, gpu_budget_bytes=plan.gpu_needed_bytes)) as model:
-        with pytest.raises(DoesNotFitError) as caught:
-            model.load_adapter("late", str(adapter))
-        assert caught.value.block == "adapter late" and caught.value.budget_bytes == 0
+        error = raised(DoesNotFitError, model.load_adapter, "late", str(adapter))
+        assert error.block == "adapter late" and error.budget_bytes == 0
         assert model.adapters == ()
 
 
 def test_an_unknown_adapter_or_option_is_refused_by_name(built):
     with trimtab.load(plan_of(built("llama"), quant="nf4")) as model:
-        with pytest.raises(RequestError) as caught:
-            model.logits([1, 2, 3], adapter="medcal")
-        assert caught.value.field == "adapter"
-        with pytest.raises(RequestError) as caught:
-            model.generate([1, 2, 3], max_tokens=3)
-        assert caught.value.field == "max_tokens" and "max_new_tokens" in caught.value.allowed
+        assert refused(model.logits, [1, 2, 3], adapter="medcal").field == "adapter"
+        error = refused(model.generate, [1, 2, 3], max_tokens=3)
+        assert error.field == "max_tokens" and "max_new_tokens" in error.allowed
 
 
 def test_two_answers_at_once_are_refused(built):
@@ -339,14 +334,11 @@ def test_two_answers_at_once_are_refused(built):
         assert model.logits([1, 2, 3]).shape[0] == 3
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("glm4_moe", "model.layers.1.mlp.gate.e_score_correction_bias"), ("mixtral", "model.layers.1.block_sparse_moe.gate.weight"),
-        ("gemma4_moe", "model.language_model.layers.1.router.per_expert_scale"),
-        ("gemma4_moe", "model.language_model.layers.1.router.proj.weight"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "name"), [
+    ("glm4_moe", "model.layers.1.mlp.gate.e_score_correction_bias"), ("mixtral", "model.layers.1.block_sparse_moe.gate.weight"),
+    ("gemma4_moe", "model.language_model.layers.1.router.per_expert_scale"),
+    ("gemma4_moe", "model.language_model.layers.1.router.proj.weight"),
+])  # fmt: skip
 def test_a_router_with_a_value_that_is_no_number_is_refused(family, name, tmp_path):
     """Before anything is loaded. With the first, transformers chooses expert 0 for every token and answers."""
     file = pico.build(family, tmp_path / "m") / "model.safetensors"
@@ -387,6 +379,5 @@ def test_a_missing_processor_is_looked_for_once(tmp_path, monkeypatch):
     plan = trimtab.plan(pico.build("llama", tmp_path), quant="none", context=32, device="cpu")
     with trimtab.load(plan) as model:
         for _ in range(3):
-            answer = model.answer_inputs(model.prepare([5, 6, 7]), GenerateRequest(max_new_tokens=2))
-            assert len(answer.token_ids) == 2
+            assert len(model.answer_inputs(model.prepare([5, 6, 7]), GenerateRequest(max_new_tokens=2)).token_ids) == 2
     assert len(reads) == 1

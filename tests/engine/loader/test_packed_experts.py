@@ -24,6 +24,7 @@ from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
 from tests.long_runs import halved
 from tests.merged_models import load
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
+from tests.raised import raised
 from trimtab.checkpoint.anatomy import TensorRow
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.formats.packed import Packed
@@ -141,11 +142,9 @@ def of_stock(work: tuple[Path, Path, Path], kind: str) -> tuple[Path, dict[str |
     return single, expected | {"single": with_changes(values, single_adapter(values, single, 0)), "dense": of_model(load(base))}
 
 
-@pytest.mark.parametrize(
-    ("work", "tier", "kind"),
-    halved(WORKS, ("resident", "stream", "host", "disk"), ("nf4", "int8"), slow=("gpt_oss",)),
-    indirect=["work"],
-)
+@pytest.mark.parametrize(("work", "tier", "kind"), halved(
+    WORKS, ("resident", "stream", "host", "disk"), ("nf4", "int8"), slow=("gpt_oss",),
+), indirect=["work"])  # fmt: skip
 def test_rows_with_adapters_answer_as_peft_on_the_packed_values_in_every_tier(
     work: tuple[Path, Path, Path], tier: str, kind: str
 ) -> None:
@@ -224,9 +223,7 @@ def test_verify_compares_with_stock_on_the_same_values(
     assert trimtab.verify(request, against="bf16", **asked).verdict not in same
     monkeypatch.setattr(stock_run, "round_experts", lambda model, kind: None)
     assert trimtab.verify(request, against="stock", **asked).verdict not in same
-    with pytest.raises(RequestError) as caught:
-        trimtab.verify(request, lanes=True, **asked)
-    assert caught.value.field == "experts"
+    assert raised(RequestError, trimtab.verify, request, lanes=True, **asked).field == "experts"
 
 
 def test_a_checkpoint_with_packed_linears_takes_packed_experts(tmp_path: Path) -> None:
@@ -254,10 +251,9 @@ def test_an_expert_that_q8_0_cannot_hold_is_named(value: float, tmp_path: Path) 
 
 def test_experts_that_cannot_be_packed_are_refused_before_loading(tmp_path: Path) -> None:
     def refused(base: Path, **options: Any) -> RequestError:
-        with pytest.raises(RequestError) as caught:
-            trimtab.plan(base, **{"quant": "none", "device": "cpu", "experts": "nf4"} | options)
-        assert caught.value.field == "experts"
-        return caught.value
+        error = raised(RequestError, trimtab.plan, base, **{"quant": "none", "device": "cpu", "experts": "nf4"} | options)
+        assert error.field == "experts"
+        return error
 
     odd = refused(build("gpt_oss", tmp_path / "odd"))
     assert odd.allowed == ("auto", "16bit") and str(odd).count("rows of 80 values, no multiple of the block of 64") == 2

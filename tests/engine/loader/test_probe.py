@@ -20,18 +20,15 @@ OPERATIONS = {
     "stack": lambda a, b: torch.stack([a, b], dim=1),
     "cat of casts": lambda a, b: torch.cat([a.to(torch.float32), b.to(torch.float32)], dim=-1),
     "second chunk": lambda a, b: torch.chunk(torch.cat((a, b)), 4, dim=0)[2],
-    "unbind": lambda a, b: a.unbind(0)[3],
-    "transposed": lambda a, b: a.transpose(0, 1),
+    "unbind": lambda a, b: a.unbind(0)[3], "transposed": lambda a, b: a.transpose(0, 1),
     "transposed and packed": lambda a, b: torch.stack([a, b]).transpose(1, 2).contiguous(),
     "view and permute": lambda a, b: a.view(2, 2, 6).permute(1, 0, 2).reshape(4, 6),
-    "index": lambda a, b: a[1:3, ::2],
-    "gather by a real index": lambda a, b: b[torch.tensor([3, 0])],
-    "arithmetic": lambda a, b: (a - 1) * b / 2 + a.float().mean(dim=0),
-    "maximum": lambda a, b: torch.max(a, dim=1).values,
+    "index": lambda a, b: a[1:3, ::2], "gather by a real index": lambda a, b: b[torch.tensor([3, 0])],
+    "arithmetic": lambda a, b: (a - 1) * b / 2 + a.float().mean(dim=0), "maximum": lambda a, b: torch.max(a, dim=1).values,
     "keyword tensors": lambda a, b: torch.where(condition=a > 3, input=a, other=b),
     "sizes": lambda a, b: a.reshape(a.shape[1], a.size(0)) if a.dim() == 2 and a.numel() == 24 else b,
     "parameter": lambda a, b: nn.Parameter(a.T, requires_grad=False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -39,22 +36,16 @@ def test_a_replayed_operation_equals_the_real_one(name):
     operation = OPERATIONS[name]
     expected = operation(FILES["a"].clone(), FILES["b"].clone())
     made = operation(*traced("a", "b"))
-    assert isinstance(made, Traced)
-    assert made.shape == expected.shape
-    assert made.dtype == expected.dtype
+    assert isinstance(made, Traced) and made.shape == expected.shape and made.dtype == expected.dtype
     found = made.expression.replay(FILES.__getitem__)
-    assert torch.equal(found, expected)
-    assert found.stride() == expected.stride()
-    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected) and found.stride() == expected.stride() and found.dtype == expected.dtype
 
 
 def test_devices_detaching_and_whole_slices_leave_a_leaf():
     (a,) = traced("a")
     same = nn.Parameter(a[...].to(device="cpu", dtype=torch.bfloat16).detach(), requires_grad=False).cpu()
-    assert same.expression.is_leaf
-    assert same.expression.leaves == ("a",)
-    assert a.device == torch.device("cpu")
-    assert not a.is_meta
+    assert same.expression.is_leaf and same.expression.leaves == ("a",)
+    assert a.device == torch.device("cpu") and not a.is_meta
 
 
 def test_questions_about_the_form_are_answered_without_recording_anything(monkeypatch):
@@ -74,8 +65,7 @@ def test_a_cast_is_not_a_leaf_and_each_leaf_is_asked_for_once():
         asked.append(tensor_name)
         return FILES[tensor_name]
 
-    assert not made.expression.is_leaf
-    assert made.expression.leaves == ("a", "b")
+    assert not made.expression.is_leaf and made.expression.leaves == ("a", "b")
     made.expression.replay(fetch)
     assert asked == ["a", "b"]
 
@@ -89,15 +79,12 @@ def test_a_replay_does_not_change_the_file_tensor():
 
 def test_equality_is_answered_from_the_files():
     a, b = traced("a", "b")
-    assert torch.equal(a, a.detach())
-    assert not torch.equal(a, b)
-    assert not torch.equal(a, a.to(torch.float32))
-    assert not torch.equal(a, torch.zeros(4, 6))
+    assert torch.equal(a, a.detach()) and not torch.equal(a, b)
+    assert not torch.equal(a, a.to(torch.float32)) and not torch.equal(a, torch.zeros(4, 6))
 
 
 def fill(a: Tensor) -> Tensor:
-    fresh = torch.empty(4, 6, dtype=a.dtype, device="meta")
-    return fresh.copy_(a)
+    return torch.empty(4, 6, dtype=a.dtype, device="meta").copy_(a)
 
 
 REFUSED = {
@@ -120,8 +107,7 @@ def test_what_cannot_be_replayed_is_refused_and_named(name):
     (a,) = traced("a")
     with pytest.raises(CannotFollowError):
         operation(a)
-    assert len(a.run.problems) == 1
-    assert words in a.run.problems[0]
+    assert len(a.run.problems) == 1 and words in a.run.problems[0]
 
 
 def test_data_may_be_replaced_by_traced_values_of_the_same_form():
@@ -146,8 +132,7 @@ def test_a_failing_operation_is_kept_with_its_file_tensors():
     with pytest.raises(RuntimeError):
         torch.cat([a, b[:, :3]])
     (problem,) = a.run.problems
-    assert problem.startswith("cat on a, b: ")
-    assert "Sizes of tensors must match" in problem
+    assert problem.startswith("cat on a, b: ") and "Sizes of tensors must match" in problem
 
 
 def test_missing_parameters_stay_without_data_and_uncomputed_buffers_are_told():

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import trimtab
 from tests import pico
+from tests.raised import raised
 from tests.stock import load_stock
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.loader.transformers_model import read_anatomy
@@ -110,6 +111,5 @@ def test_of_a_weight_that_is_elsewhere_only_shape_and_type_are_told(options):
             lambda: x.to(weight), lambda: torch.cat([x, weight]), lambda: weight + 1, lambda: weight.data,
         )  # fmt: skip
         for read in reads:
-            with pytest.raises(DeviceError, match="the model's code reads the weight") as refused:
-                read()
-            assert (refused.value.block, refused.value.device) == (path, "meta")
+            error = raised(DeviceError, read, match="the model's code reads the weight")
+            assert (error.block, error.device) == (path, "meta")

@@ -231,16 +231,13 @@ def unchanged(_: dict[str, Tensor]) -> None:
     pass
 
 
-@pytest.mark.parametrize(
-    ("form", "change", "words"),
-    [
-        ("fp8-128", unchanged, "fp8-128x128 has blocks of 128 rows, which 64 rows cut (gate_up_proj)"),
-        ("fp8-tensor", unchanged, "fp8-tensor has a scale for each whole matrix (gate_up_proj)"),
-        ("nvfp4-ct", unchanged, "nvfp4-g16 has a scale for each whole matrix (gate_up_proj)"),
-        ("gptq-ordered", unchanged, "int4-g32-zp-idx has an order of inputs for each matrix (gate_up_proj)"),
-        ("ct-int4", dequantized(3), "gate_up_proj is not made of one packed matrix or several for each expert"),
-    ],
-)
+@pytest.mark.parametrize(("form", "change", "words"), [
+    ("fp8-128", unchanged, "fp8-128x128 has blocks of 128 rows, which 64 rows cut (gate_up_proj)"),
+    ("fp8-tensor", unchanged, "fp8-tensor has a scale for each whole matrix (gate_up_proj)"),
+    ("nvfp4-ct", unchanged, "nvfp4-g16 has a scale for each whole matrix (gate_up_proj)"),
+    ("gptq-ordered", unchanged, "int4-g32-zp-idx has an order of inputs for each matrix (gate_up_proj)"),
+    ("ct-int4", dequantized(3), "gate_up_proj is not made of one packed matrix or several for each expert"),
+])  # fmt: skip
 def test_experts_that_cannot_stay_packed_are_dequantized_and_the_plan_says_why(
     form: str, change: Callable[[dict[str, Tensor]], None], words: str, tmp_path: Path
 ) -> None:
@@ -287,8 +284,7 @@ def test_a_merge_and_an_inspection_know_such_experts(form: str, root: Path, tmp_
     assert stacks and not any(torch.equal(found[name], old[name]) for name in stacks)
     for name in stacks:  # values of the dense files are rounded to bfloat16, those of a merge are not
         assert bool(((found[name] - expected[name]).abs() <= 2**-8 * old[name].abs() + 1e-6).all()), name
-    report = trimtab.inspect(adapter, model=small)
-    text = " ".join(str(adapter_document(report)).split())
+    text = " ".join(str(adapter_document(trimtab.inspect(adapter, model=small))).split())
     assert f"{len(stacks)} stacks of experts" in text and "of experts the chosen ones" in text
 
 

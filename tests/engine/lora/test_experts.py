@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import trimtab
 from tests import pico
+from tests.adapter_files import rewritten, write_tensors
 from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
 from tests.long_runs import halved
 from tests.merged_models import load
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
+from tests.raised import raised
 from trimtab.errors import AdapterError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -79,16 +80,6 @@ def of_peft(base: Path, adapter: Path) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return of_model(PeftModel.from_pretrained(load(base), str(adapter)).eval())
-
-
-def rewritten(source: Path, folder: Path, change: Any = None, **config: Any) -> Path:
-    """Write a copy of an adapter with other tensors and fields."""
-    folder.mkdir()
-    tensors = load_file(source / "adapter_model.safetensors")
-    save_file(tensors if change is None else change(tensors), folder / "adapter_model.safetensors", {"format": "pt"})
-    stored = json.loads((source / "adapter_config.json").read_text()) | config
-    (folder / "adapter_config.json").write_text(json.dumps(stored))
-    return folder
 
 
 WORKS = ("mixtral", "gpt_oss")
@@ -196,10 +187,9 @@ def by_rank_to_by_expert(tensors: dict[str, Tensor], experts: int = 4) -> dict[s
 def test_an_unsloth_adapter_has_lora_b_expert_by_expert(work: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base, a, _ = work
     marked = {"auto_mapping": {"unsloth_fixed": True}}
-    with pytest.raises(AdapterError) as caught:
-        loaded(base, {"a": rewritten(a, tmp_path / "marked", **marked)})
-    assert all('stacked_lora_B in adapter_config.json to "unsloth" or "peft"' in problem for problem in caught.value.problems)
-    assert len(caught.value.problems) >= 2
+    error = raised(AdapterError, lambda: loaded(base, {"a": rewritten(a, tmp_path / "marked", **marked)}))
+    assert all('stacked_lora_B in adapter_config.json to "unsloth" or "peft"' in problem for problem in error.problems)
+    assert len(error.problems) >= 2
     unsloth = rewritten(a, tmp_path / "unsloth", by_rank_to_by_expert, stacked_lora_B="unsloth", **marked)
     with loaded(base, {"a": unsloth, "peft": rewritten(a, tmp_path / "peft", stacked_lora_B="peft", **marked)}) as model:
         expected = of_peft(base, a)
@@ -242,9 +232,7 @@ def single_adapter(
             changes[f"{path}.{name}"] = change.mT if is_transposed else change
     if ranks:
         config["rank_pattern"] = {rf"experts\.3\.{LAYERS['down'][alias]}": 3}
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    write_tensors(folder, tensors, config)
     return changes
 
 
@@ -393,9 +381,8 @@ def test_pairs_of_all_experts_that_fit_no_layout_are_refused(work: tuple[Path, P
 
     def problems(name: str, change: Any) -> list[str]:
         folder = rewritten(tmp_path / "one", tmp_path / name, lambda tensors: change(apart()(tensors)), target_modules="all-linear")
-        with pytest.raises(AdapterError) as caught:
-            trimtab.plan(work[0], adapters={"x": str(folder)}, quant="none", device="cpu")
-        return list(caught.value.problems)
+        error = raised(AdapterError, trimtab.plan, work[0], adapters={"x": str(folder)}, quant="none", device="cpu")
+        return list(error.problems)
 
     more = problems("eight", lambda tensors: {key: torch.cat([value, value]) for key, value in tensors.items()})
     assert len(more) == 6 and all(one.endswith("it was made for 8 experts, the model has 4") for one in more)
@@ -408,9 +395,7 @@ def test_pairs_of_all_experts_that_fit_no_layout_are_refused(work: tuple[Path, P
 def test_experts_without_a_pair_that_target_modules_names_are_refused(work: tuple[Path, Path, Path], tmp_path: Path) -> None:
     single_adapter(work[0], tmp_path / "one", 1)
     fewer = rewritten(tmp_path / "one", tmp_path / "fewer", target_modules=["w1", "w2", "w3"])
-    with pytest.raises(AdapterError) as caught:
-        trimtab.plan(work[0], adapters={"x": str(fewer)}, quant="none", device="cpu")
-    (problem,) = caught.value.problems
+    (problem,) = raised(AdapterError, trimtab.plan, work[0], adapters={"x": str(fewer)}, quant="none", device="cpu").problems
     assert problem.startswith("6 layers of experts have no pair") and all(f"experts.2.w{n}" in problem for n in "123")
     named = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     fewer = rewritten(tmp_path / "one", tmp_path / "named by stacks", **named)
@@ -422,7 +407,6 @@ def test_experts_without_a_pair_that_target_modules_names_are_refused(work: tupl
 def test_lora_on_experts_that_are_also_saved_is_refused(saved: tuple[str], work: tuple[Path, Path, Path], tmp_path: Path) -> None:
     single_adapter(work[0], tmp_path / "one", 1)
     both = rewritten(work[1] if saved == ("experts",) else tmp_path / "one", tmp_path / "both", modules_to_save=[*saved])
-    with pytest.raises(AdapterError) as caught:
-        trimtab.plan(work[0], adapters={"x": str(both)}, quant="none", device="cpu")
-    told = [problem for problem in caught.value.problems if "LoRA on experts that modules_to_save replaces" in problem]
+    error = raised(AdapterError, trimtab.plan, work[0], adapters={"x": str(both)}, quant="none", device="cpu")
+    told = [problem for problem in error.problems if "LoRA on experts that modules_to_save replaces" in problem]
     assert len(told) == 2 and all(saved[0] in problem for problem in told)

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.lora.toy_lora import IDS, WIDTH, Toy, make_adapter, ours, put_on, read, spec_of
+from tests.raised import raised, refused
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.attached import Holders
 from trimtab.engine.lora.layers import SavedModule, attach_fitted, detach, fit
 from trimtab.engine.lora.store import AdapterStore
-from trimtab.errors import AdapterError, RequestError
+from trimtab.errors import AdapterError
 
 # PEFT and bitsandbytes warn about biases that cannot be merged, casts to float16 and their own calls into torch.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -35,10 +36,8 @@ def test_a_saved_module_keeps_path_parameters_and_attributes(tmp_path: Path) -> 
     original = model.norm
     names = [name for name, _ in model.named_parameters()]
     put_on(model, store, toy, folder, "one")
-    assert isinstance(model.norm, SavedModule)
-    assert model.get_submodule("norm") is model.norm
-    assert [name for name, _ in model.named_parameters()] == names
-    assert model.norm.eps == original.eps
+    assert isinstance(model.norm, SavedModule) and model.get_submodule("norm") is model.norm
+    assert [name for name, _ in model.named_parameters()] == names and model.norm.eps == original.eps
     assert model.norm.weight is original.weight
     store.set("one")
     assert torch.equal(model.norm.weight, read(read_adapter(folder).tensors["base_model.model.norm.weight"]))
@@ -112,8 +111,7 @@ def test_rows_without_an_adapter_are_not_computed(tmp_path: Path, monkeypatch: p
 def test_equal_rows_are_one_adapter_and_work_for_any_batch(tmp_path: Path) -> None:
     _, model, store = three_adapters(tmp_path)
     store.set_rows(["a", "a"])
-    assert store.selection.active() == ("a",)
-    assert store.selection.rows is None
+    assert store.selection.active() == ("a",) and store.selection.rows is None
     with torch.no_grad():
         together = model(IDS)
         store.set("a")
@@ -123,10 +121,8 @@ def test_equal_rows_are_one_adapter_and_work_for_any_batch(tmp_path: Path) -> No
 def test_mixed_rows_with_another_number_of_inputs_are_refused(tmp_path: Path) -> None:
     _, model, store = three_adapters(tmp_path)
     store.set_rows(["a", "b"])
-    with pytest.raises(RequestError) as caught:
-        model(IDS)
-    assert caught.value.field == "adapter"
-    assert caught.value.value == ["a", "b"]
+    error = refused(model, IDS)
+    assert error.field == "adapter" and error.value == ["a", "b"]
 
 
 def test_a_tower_needs_its_own_rows_even_if_the_counts_agree(tmp_path: Path) -> None:
@@ -134,9 +130,7 @@ def test_a_tower_needs_its_own_rows_even_if_the_counts_agree(tmp_path: Path) -> 
     model.up.adapters["a"].part = model.up.adapters["b"].part = "vision"
     x = torch.randn(2, WIDTH, dtype=torch.bfloat16)
     store.set_rows(["a", "b"])
-    with pytest.raises(RequestError) as caught:
-        model.up(x)
-    assert "vision" in str(caught.value)
+    assert "vision" in str(refused(model.up, x))
     store.set_rows(["a", "b"], towers={"vision": ["b", None]})
     with torch.no_grad():
         found = model.up(x)
@@ -153,21 +147,15 @@ def test_a_layer_that_no_routed_adapter_changes_takes_any_shape(tmp_path: Path) 
         assert torch.equal(model.down(x), toy.down(x))
 
 
-@pytest.mark.parametrize(
-    ("call", "field"),
-    [
-        (lambda store: store.set("x"), "adapter"), (lambda store: store.set_rows(["a", "x"]), "adapter"),
-        (lambda store: store.set_rows([]), "rows"), (lambda store: store.set_rows(["a", None], towers={"head": ["a"]}), "towers"),
-        (lambda store: store.set_rows(["a", None], towers={"vision": ["x"]}), "adapter"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "field"), [
+    (lambda store: store.set("x"), "adapter"), (lambda store: store.set_rows(["a", "x"]), "adapter"),
+    (lambda store: store.set_rows([]), "rows"), (lambda store: store.set_rows(["a", None], towers={"head": ["a"]}), "towers"),
+    (lambda store: store.set_rows(["a", None], towers={"vision": ["x"]}), "adapter"),
+])  # fmt: skip
 def test_a_route_refuses_what_it_does_not_know(call: Callable[[AdapterStore], None], field: str, tmp_path: Path) -> None:
     _, _, store = three_adapters(tmp_path)
     store.set("b")
-    with pytest.raises(RequestError) as caught:
-        call(store)
-    assert caught.value.field == field
-    assert store.selection.active() == ("b",)
+    assert refused(call, store).field == field and store.selection.active() == ("b",)
 
 
 # Attaching and detaching
@@ -178,18 +166,14 @@ def test_attaching_a_name_twice_is_refused(tmp_path: Path) -> None:
     model, store = ours(toy, torch.float32)
     folder = make_adapter(tmp_path, toy)
     put_on(model, store, toy, folder, "one")
-    with pytest.raises(RequestError) as caught:
-        put_on(model, store, toy, folder, "one")
-    assert caught.value.value == "one"
+    assert refused(put_on, model, store, toy, folder, "one").value == "one"
 
 
 def test_detaching_an_unknown_name_lists_what_is_attached(tmp_path: Path) -> None:
     toy = Toy("none", torch.float32)
     model, store = ours(toy, torch.float32)
     put_on(model, store, toy, make_adapter(tmp_path, toy), "one")
-    with pytest.raises(RequestError) as caught:
-        detach(model, "two")
-    assert caught.value.allowed == ("one",)
+    assert refused(detach, model, "two").allowed == ("one",)
 
 
 def test_a_failing_read_attaches_nothing(tmp_path: Path) -> None:
@@ -207,9 +191,7 @@ def test_a_failing_read_attaches_nothing(tmp_path: Path) -> None:
     norm = model.norm
     with pytest.raises(OSError, match="disk gone"):
         attach_fitted(fit(model, spec), "one", read=failing, device="cpu", store=store)
-    assert not model.up.adapters
-    assert not model.down.adapters
-    assert model.norm is norm
+    assert not model.up.adapters and not model.down.adapters and model.norm is norm
     assert not store.names
 
 
@@ -220,13 +202,10 @@ def test_a_model_without_the_modules_is_refused_with_all_of_them(tmp_path: Path)
     del model._modules["down"]
     model._modules["up"] = nn.Linear(WIDTH, 2 * WIDTH)
     model._modules["norm"] = nn.Identity()
-    with pytest.raises(AdapterError) as caught:
-        attach_fitted(fit(model, spec), "one", read=read, device="cpu", store=store)
-    words = "\n".join(caught.value.problems)
-    assert len(caught.value.problems) == 4  # norm lacks two parameters
-    assert "no module down" in words
-    assert "up is a Linear" in words
-    assert "norm has no weight" in words
+    error = raised(AdapterError, lambda: attach_fitted(fit(model, spec), "one", read=read, device="cpu", store=store))
+    words = "\n".join(error.problems)
+    assert len(error.problems) == 4  # norm lacks two parameters
+    assert "no module down" in words and "up is a Linear" in words and "norm has no weight" in words
     assert not model.embed.adapters
     assert not store.names
 
@@ -243,8 +222,7 @@ def test_detach_gives_the_memory_back_and_falls_back_to_the_base(tmp_path: Path)
     detach(model, "d")
     gc.collect()
     assert [ref() for ref in watched] == [None] * len(watched)
-    assert store.selection.active() == (None,)
-    assert store.names == {"a", "b", "c"}
+    assert store.selection.active() == (None,) and store.names == {"a", "b", "c"}
     with torch.no_grad():
         assert torch.equal(model(IDS), toy(IDS))
     detach(model, "c")

@@ -14,6 +14,7 @@ from torch import nn
 
 import trimtab
 from tests import pico
+from tests.adapter_files import write_tensors
 from tests.merged_models import load
 from tools import former_names
 from trimtab.adapters.adapter import match_adapter, read_adapter
@@ -50,11 +51,8 @@ def router_adapter(family: str, base: Path, folder: Path, *, strength: float = 0
             former = path.replace("mlp.gate", FORMER[family])
             for role, shape in (("A", (3, in_size)), ("B", (out_size, 3))):
                 tensors[f"base_model.model.{former}.lora_{role}.weight"] = strength * torch.randn(shape, generator=generator)
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     stored = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "gate"], "task_type": "CAUSAL_LM"}
-    (folder / "adapter_config.json").write_text(json.dumps(stored | {"peft_version": "0.17.1"} | config))
-    return folder
+    return write_tensors(folder, tensors, stored | {"peft_version": "0.17.1"} | config)
 
 
 @pytest.fixture(scope="module", params=FORMER)
@@ -92,10 +90,8 @@ def test_a_router_with_lora_answers_as_in_peft(work: tuple[Path, Path]) -> None:
         model.unload_adapter("a")
         after = logprobs(model.answer(IDS, max_new_tokens=1, logprobs=8))
     # PEFT adds the change to the router's weight, here it is added to its output: float32 sums in another order.
-    assert gap(own, expected) < 2e-5
-    assert gap(own, plain) > 1e-2
-    assert gap(bare, plain) < 2e-5
-    assert after == bare
+    assert gap(own, expected) < 2e-5 and gap(own, plain) > 1e-2
+    assert gap(bare, plain) < 2e-5 and after == bare
     assert [gap(found, expected if place != 1 else plain) < 2e-5 for place, found in enumerate(mixed)] == [True] * 3
 
 
@@ -114,8 +110,7 @@ def test_a_plan_counts_the_routers_tensors(work: tuple[Path, Path]) -> None:
     base, adapter = work
     spec = match_adapter(read_adapter(adapter), read_anatomy(read_checkpoint(base), quant="nf4", dtype="float32"))
     routers = [row for row in read_anatomy(read_checkpoint(base), quant="nf4", dtype="float32").rows if row.is_router]
-    assert routers
-    assert not any(row.quantized for row in routers)
+    assert routers and not any(row.quantized for row in routers)
     assert spec.counts()["targets"] == {"wrapped": 0, "linear": 2, "router": len(routers), "total": 2 + len(routers)}
     assert spec.nbytes("float32") == sum(entry.nbytes for entry in spec.file.tensors.values())
 

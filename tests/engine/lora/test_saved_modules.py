@@ -12,8 +12,8 @@ import torch
 import trimtab
 from tests import pico
 from tests.merged_models import load
+from tests.raised import refused
 from tests.stock import with_adapter
-from trimtab.errors import RequestError
 
 IDS = [2, 5, 9, 44, 100, 7, 8, 33, 21]
 
@@ -66,6 +66,4 @@ def test_methods_of_a_saved_module_run_with_its_parameters(tmp_path: Path) -> No
         saved = next(module for path, module in model.hf_model.named_modules() if path.endswith("layers.0.altup"))
         model.adapter_store.set_rows(["a", None])
         for read in (lambda: saved.scale_corrected_output(torch.ones(1)), lambda: saved.correct_output_scale):
-            with pytest.raises(RequestError, match="rows of this batch use different adapters") as refused:
-                read()
-            assert refused.value.field == "adapter"
+            assert refused(read, match="rows of this batch use different adapters").field == "adapter"

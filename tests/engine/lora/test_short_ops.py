@@ -279,8 +279,7 @@ def test_everything_is_as_it_was_after_a_step(fails):
                     raise KeyboardInterrupt
         except KeyboardInterrupt:
             assert fails
-        assert [dict(vars(module)) for module in model] == before
-        assert model[1].forward is elsewhere and store.applier is EAGER
+        assert [dict(vars(module)) for module in model] == before and model[1].forward is elsewhere and store.applier is EAGER
         assert short.adapters._source is None and short.adapters._wide is None
     assert "forward" not in vars(LlamaRMSNorm)["forward"].__dict__ and LlamaRMSNorm.forward is not elsewhere
 
@@ -397,8 +396,7 @@ def test_rows_next_to_each_other_are_few_products(tmp_path, monkeypatch):
         return list(short_ops._runs([None if name is None else model.up.adapters[name] for name in rows]))
 
     assert runs([None, "a", "a", None, "b"]) == [(1, 3), (4, 5)]
-    assert runs(["a", "b", "a", "rank", "a"]) == [(0, 3), (3, 4), (4, 5)]
-    assert runs([None, None]) == []
+    assert runs(["a", "b", "a", "rank", "a"]) == [(0, 3), (3, 4), (4, 5)] and runs([None, None]) == []
     monkeypatch.setattr(short_ops, "STACK_BYTES", 0)
     assert runs(["a", "a", "b", "b"]) == [(0, 2), (2, 4)]
     # Many single rows of few adapters: gathering each adapter's rows is shorter.

@@ -106,8 +106,7 @@ class Leaf(nn.Module):
         return self.dense_weight()[start:stop].clone()
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.__dict__["layer"](x)
-        return self.adapted(x, y)
+        return self.adapted(x, self.__dict__["layer"](x))
 
     def adapted(self, x: Tensor, y: Tensor) -> Tensor:
         return self.adapter_store.applier.apply(self, x, y)
@@ -131,8 +130,7 @@ class Table(nn.Module):
         return nn.functional.embedding(ids, self.__dict__["layer"].weight)
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = self.__dict__["layer"](ids)
-        return self.adapter_store.applier.apply(self, ids, rows)
+        return self.adapter_store.applier.apply(self, ids, self.__dict__["layer"](ids))
 
 
 def with_our_layers(model: Any, dtype: torch.dtype = torch.bfloat16) -> AdapterStore:

@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
+from tests.raised import refused
 from trimtab.engine.memory import rates as devices
-from trimtab.errors import RequestError
 from trimtab.machine import machine_cache, memory
 from trimtab.planning import Rates
 from trimtab.process import user_cache as own_folder
@@ -35,10 +35,8 @@ def test_devices_are_named_with_their_number(asked, found, monkeypatch):
 def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(RequestError) as caught:
-        devices.resolve_device("cuda:2")
-    assert (caught.value.field, caught.value.value) == ("device", "cuda:2")
-    assert caught.value.allowed == ("auto", "cpu", "cuda:0", "cuda:1")
+    error = refused(devices.resolve_device, "cuda:2")
+    assert (error.field, error.value) == ("device", "cuda:2") and error.allowed == ("auto", "cpu", "cuda:0", "cuda:1")
 
 
 def test_a_machine_without_gpu_has_host_memory_only():
@@ -96,8 +94,7 @@ def test_the_tightest_group_on_the_way_up_counts(tmp_path):
 def test_version_1_groups_are_read_too_and_their_no_limit_number_is_none(tmp_path):
     group(tmp_path / "fs/memory/job", 1000, 300, 100, version=1)
     group(tmp_path / "fs/memory", 9223372036854771712, 300, 0, version=1)
-    assert available(tmp_path, "4:cpu,memory:/job") == 800
-    assert available(tmp_path, "4:memory:/") is None
+    assert available(tmp_path, "4:cpu,memory:/job") == 800 and available(tmp_path, "4:memory:/") is None
 
 
 def test_other_systems_have_no_groups(tmp_path):
@@ -135,9 +132,8 @@ def test_the_spill_folder_is_the_one_asked_for_and_its_disk_is_measured(tmp_path
 
 def test_a_disk_that_does_not_exist_is_refused(monkeypatch):
     monkeypatch.setattr(memory.Path, "exists", lambda self: False)
-    with pytest.raises(RequestError) as caught:
-        memory.disk_free_bytes("E:/spill")
-    assert (caught.value.field, caught.value.value) == ("offload_dir", "E:/spill")
+    error = refused(memory.disk_free_bytes, "E:/spill")
+    assert (error.field, error.value) == ("offload_dir", "E:/spill")
 
 
 # Rates ----------------------------------------------------------------------------------------------------------------
@@ -185,8 +181,7 @@ def test_rates_of_a_busy_machine_are_kept_for_minutes_only(cache, monkeypatch):
 @pytest.mark.parametrize(("percent", "is_busy"), [(None, False), (0, False), (20, False), (21, True), (100, True)])
 def test_a_gpu_that_others_use_is_busy(percent, is_busy, monkeypatch):
     monkeypatch.setattr(devices.gpus, "busy_percent", lambda index: percent if index == 1 else 100)
-    assert devices._gpu_is_busy(torch.device("cuda:1")) is is_busy
-    assert not devices._gpu_is_busy(torch.device("cpu"))
+    assert devices._gpu_is_busy(torch.device("cuda:1")) is is_busy and not devices._gpu_is_busy(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("share", "is_busy"), [(1.0, False), (0.85, False), (0.75, True), (0.5, True)])
@@ -210,16 +205,13 @@ def test_without_the_cache_they_are_measured_every_time_and_nothing_is_written(c
     assert not file_of().exists()
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        "", "{", "[]", "null", "\x00\xff", '{"host_Bps": 1.0}', json.dumps(asdict(MEASURED) | {"other": 1.0}),
-        json.dumps(asdict(MEASURED) | {"disk_Bps": 0}), json.dumps(asdict(MEASURED) | {"disk_Bps": -1.0}),
-        json.dumps(asdict(MEASURED) | {"disk_Bps": "fast"}), json.dumps(asdict(MEASURED) | {"disk_Bps": None}),
-        json.dumps(asdict(MEASURED) | {"disk_Bps": float("nan")}),
-        json.dumps(asdict(MEASURED) | {"busy_at_s": "noon"}), json.dumps(asdict(MEASURED) | {"busy_at_s": 1e400}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("damaged", [
+    "", "{", "[]", "null", "\x00\xff", '{"host_Bps": 1.0}', json.dumps(asdict(MEASURED) | {"other": 1.0}),
+    json.dumps(asdict(MEASURED) | {"disk_Bps": 0}), json.dumps(asdict(MEASURED) | {"disk_Bps": -1.0}),
+    json.dumps(asdict(MEASURED) | {"disk_Bps": "fast"}), json.dumps(asdict(MEASURED) | {"disk_Bps": None}),
+    json.dumps(asdict(MEASURED) | {"disk_Bps": float("nan")}),
+    json.dumps(asdict(MEASURED) | {"busy_at_s": "noon"}), json.dumps(asdict(MEASURED) | {"busy_at_s": 1e400}),
+])  # fmt: skip
 @pytest.mark.parametrize("has_digest", [False, True], ids=["as it is", "with its digest"])
 def test_a_damaged_cache_is_measured_again_and_replaced(damaged, has_digest, cache):
     file = file_of()
@@ -227,8 +219,7 @@ def test_a_damaged_cache_is_measured_again_and_replaced(damaged, has_digest, cac
         own_folder.write_own(file, file.name, damaged.encode("latin-1"))
     else:
         file.write_text(damaged, encoding="latin-1")
-    assert devices.measure_rates("cpu") == MEASURED
-    assert devices.measure_rates("cpu") == MEASURED
+    assert devices.measure_rates("cpu") == MEASURED and devices.measure_rates("cpu") == MEASURED
     assert cache == ["cpu"]
 
 
@@ -251,12 +242,10 @@ def test_a_real_measurement_has_every_rate_and_makes_sense(tmp_path, monkeypatch
     for name, size in (("SAMPLE_BYTES", 2**22), ("DISK_SAMPLE_BYTES", 2**22), ("GEMV_SIDE", 512)):
         monkeypatch.setattr(devices, name, size)
     rates = devices.measure_rates("cpu", cache=False)
-    assert rates.host_Bps > 1e8
-    assert rates.disk_Bps > 1e6
+    assert rates.host_Bps > 1e8 and rates.disk_Bps > 1e6
     # Without a GPU the execution device is the CPU itself.
     assert (rates.device_Bps, rates.device_flops) == (rates.host_matmul_Bps, rates.host_flops)
-    assert rates.pinned_h2d_Bps == rates.host_Bps
-    assert rates.launch_s > 0 and 0 < rates.transfer_s < 1e-3
+    assert rates.pinned_h2d_Bps == rates.host_Bps and rates.launch_s > 0 and 0 < rates.transfer_s < 1e-3
     assert 0 < rates.disk_access_s < 1
     # Everything that a small operation takes here is in its time.
     monkeypatch.setattr(torch, "pow", lambda base, _: (sum(range(20_000)), base)[1])

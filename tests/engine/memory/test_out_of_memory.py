@@ -10,6 +10,7 @@ import trimtab
 from tests import pico
 from tests.engine.decode.test_graphs import ASKED, BASE_ROWS, answers, demo, fill, joined, of_modules, replayed
 from tests.engine.formats.test_head8 import on_the_head
+from tests.raised import raised
 from tests.replays import standing_in
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
@@ -81,9 +82,8 @@ def test_other_errors_stay_themselves(model):
 def test_a_capture_without_memory_is_an_error_and_no_fallback(model, replayed, monkeypatch, decode, exc):
     monkeypatch.setattr(GraphCache, "_recorded", raising(exc))
     batch = joined(model, decode, ASKED[:2])
-    with pytest.raises(DeviceError, match="out of memory while capturing a decode step") as caught:
-        batch.step()
-    assert caught.value.planned_bytes == model.plan.gpu_needed_bytes
+    error = raised(DeviceError, batch.step, match="out of memory while capturing a decode step")
+    assert error.planned_bytes == model.plan.gpu_needed_bytes
     assert batch.steps.fallbacks == [] and batch.steps.is_captured
     # What was not captured for want of memory is captured once there is some.
     monkeypatch.undo()
@@ -126,9 +126,8 @@ def _parts():
 @CPU_ONLY
 def test_steps_beyond_the_plan_that_do_not_fit_name_the_batch(model, monkeypatch):
     monkeypatch.setattr(model, "plan", replace(model.plan, gpu_budget_bytes=model.plan.gpu_needed_bytes))
-    with pytest.raises(DoesNotFitError) as caught:
-        step_memory.check_room(model, 8, "fused")
-    assert caught.value.needed_bytes > caught.value.budget_bytes == 0 and "batch=8" in caught.value.hint
+    error = raised(DoesNotFitError, step_memory.check_room, model, 8, "fused")
+    assert error.needed_bytes > error.budget_bytes == 0 and "batch=8" in error.hint
 
 
 @CPU_ONLY
@@ -165,9 +164,8 @@ def test_an_adapter_whose_scratch_does_not_fit_is_refused_by_name(tmp_path, monk
         size = model.adapter_bytes(model.read_adapter(adapter))
         # Room for the adapter, none for what it takes beside itself.
         monkeypatch.setattr(model, "plan", replace(plan, gpu_budget_bytes=plan.gpu_needed_bytes + size + 1))
-        with pytest.raises(DoesNotFitError) as caught:
-            model.load_adapter("a", adapter)
-        assert caught.value.block == "adapter a" and "adapters=" in caught.value.hint
+        error = raised(DoesNotFitError, model.load_adapter, "a", adapter)
+        assert error.block == "adapter a" and "adapters=" in error.hint
         with pytest.raises(DoesNotFitError, match="adapter a"):
             AdapterCache(model).add("a", adapter)
 
@@ -202,9 +200,8 @@ def chosen(base, **options):
 def test_an_adapter_on_the_head_that_comes_later_is_refused_where_the_plan_chose_8_bits(base, tmp_path):
     adapter = on_the_head(base, tmp_path / "head")
     with trimtab.load(chosen(base)) as model:
-        with pytest.raises(AdapterError) as caught:
-            model.load_adapter("late", adapter)
-        assert "changes lm_head" in caught.value.problems[0] and "head='full'" in str(caught.value)
+        error = raised(AdapterError, model.load_adapter, "late", adapter)
+        assert "changes lm_head" in error.problems[0] and "head='full'" in str(error)
         with pytest.raises(AdapterError, match="head='full'"):
             AdapterCache(model).add("late", adapter)
         model.load_adapter("other", pico.adapter(base, tmp_path / "other", targets="text"))
@@ -231,8 +228,7 @@ def test_a_plan_looks_at_adapters_that_are_loaded_later(base, tmp_path, monkeypa
 
 
 def test_the_demo_batch_is_whole_after_all_of_this(model):
-    batch = Batch(model, rows=2)
-    assert answers(fill(batch, BASE_ROWS[:2])) == of_modules(model, BASE_ROWS[:2])
+    assert answers(fill(Batch(model, rows=2), BASE_ROWS[:2])) == of_modules(model, BASE_ROWS[:2])
 
 
 def test_why_a_check_failed_is_a_reason_unless_memory_ran_out():

@@ -39,17 +39,15 @@ def described(state):
     """Return torch's description of all pools: this one's segments beside another's."""
     used = [{"address": at, "size": size, "state": "active_allocated"} for at, size in state["blocks"]]
     other = [{"address": 1, "size": MIB, "state": "active_allocated"}]
-    return {
-        "segments": [
-            {"total_size": 9 * MIB, "blocks": other, "segment_pool_id": (0, 0)},
-            {
-                "total_size": 64 * MIB,
-                "blocks": [*used, {"address": 5, "size": 60 * MIB, "state": "inactive"}],
-                "segment_pool_id": Pool.id,
-            },
-            {"total_size": 2 * MIB, "blocks": [], "segment_pool_id": Pool.id},
-        ]
-    }
+    return {"segments": [
+        {"total_size": 9 * MIB, "blocks": other, "segment_pool_id": (0, 0)},
+        {
+            "total_size": 64 * MIB,
+            "blocks": [*used, {"address": 5, "size": 60 * MIB, "state": "inactive"}],
+            "segment_pool_id": Pool.id,
+        },
+        {"total_size": 2 * MIB, "blocks": [], "segment_pool_id": Pool.id},
+    ]}  # fmt: skip
 
 
 class Owner:
@@ -110,10 +108,9 @@ def device(monkeypatch, knows_what_lives):
     return state
 
 
-@pytest.mark.parametrize(
-    ("gib", "asked", "has_one"),
-    [(4, {}, True), (8, {}, True), (24, {}, False), (4.5, {"batch": 2}, False), (8, {"decode": "eager"}, False)],
-)
+@pytest.mark.parametrize(("gib", "asked", "has_one"), [
+    (4, {}, True), (8, {}, True), (24, {}, False), (4.5, {"batch": 2}, False), (8, {"decode": "eager"}, False),
+])  # fmt: skip
 def test_a_model_that_answers_one_request_at_a_time_in_a_small_budget_has_a_room(gib, asked, has_one):
     made = plan(gib, **asked)
     room = room_of(made, E4B, CUDA)

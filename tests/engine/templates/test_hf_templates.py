@@ -13,6 +13,7 @@ from transformers.utils import chat_template_utils
 
 import trimtab
 from tests import talking, talking_families, tool_templates
+from tests.raised import raised
 from trimtab.engine.chat.answer_forms import form_of
 from trimtab.engine.templates import costs as template_costs
 from trimtab.engine.templates.budget import render
@@ -99,9 +100,8 @@ def test_a_template_writes_what_transformers_writes(tokenizer, tmp_path, name, m
     try:
         expected = stock(template, messages, tools)
     except (TemplateError, TypeError) as exc:
-        with pytest.raises(type(exc)) as found:
-            render(tokenizer, messages, tmp_path, tools=tools, add_generation_prompt=True)
-        assert str(found.value) == str(exc)
+        error = raised(type(exc), render, tokenizer, messages, tmp_path, tools=tools, add_generation_prompt=True)
+        assert str(error) == str(exc)
     else:
         assert render(tokenizer, messages, tmp_path, tools=tools, add_generation_prompt=True) == expected
 
@@ -205,8 +205,7 @@ def test_what_a_template_may_use_is_bounded(tokenizer, tmp_path, name):
     tokenizer.chat_template = "first line\n" + ATTACKS[name]
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja: its chat template fails in line \d+ \(it ") as caught:
         render(tokenizer, CHAT[:1], tmp_path)
-    assert caught.value.path == str(tmp_path / "chat_template.jinja")
-    assert "than a chat template may" in str(caught.value)
+    assert caught.value.path == str(tmp_path / "chat_template.jinja") and "than a chat template may" in str(caught.value)
 
 
 @pytest.mark.parametrize("template, line, reason", [

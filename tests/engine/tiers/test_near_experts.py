@@ -96,8 +96,7 @@ def test_a_copy_is_not_taken_for_it(driver):
 
 
 def test_nothing_is_locked_for_what_cannot_be_seen(driver, monkeypatch):
-    assert read.seen_by(table(), torch.device("cpu")) is None
-    assert read.seen_by(table().T, GPU) is None
+    assert read.seen_by(table(), torch.device("cpu")) is None and read.seen_by(table().T, GPU) is None
     monkeypatch.setattr(read.nvrtc, "reads_registered_memory", lambda device: False)
     assert read.seen_by(table(), GPU) is None
     assert driver.locked == set()
@@ -164,8 +163,7 @@ def place(module, near, numbers, count):
     stack = mixture_of(1, 64, 64, torch.bfloat16, "nf4").gate_up
     given = [index, len(numbers), count, near.where, near.owner, near.used, near.clock, near.counts, near.slots, fetched]
     launch(stack, "experts_assign", (1,), 32, given, 4 * 2 * (count + near.slots))
-    made = fetched[1 : 1 + 2 * int(fetched[0])].view(-1, 2).tolist()
-    return dict(made)
+    return dict(fetched[1 : 1 + 2 * int(fetched[0])].view(-1, 2).tolist())
 
 
 class Reference:
@@ -199,8 +197,7 @@ def test_slots_are_those_of_the_least_recent_use(module, data, slots, count):
         numbers = data.draw(st.lists(st.integers(-1, count), min_size=1, max_size=24))
         chosen, held = {one for one in numbers if 0 <= one < count}, {one for _, one in reference.slots}
         seen = [seen[0] + len(chosen), seen[1] + len(chosen - held)]
-        assert place(module, near, numbers, count) == reference(numbers, count)
-        assert near.counts.tolist() == seen
+        assert place(module, near, numbers, count) == reference(numbers, count) and near.counts.tolist() == seen
         owners = [expert for _, expert in reference.slots]
         assert near.owner.tolist() == owners
         assert near.where.tolist() == [owners.index(expert) if expert in owners else -1 for expert in range(count)]
@@ -266,8 +263,7 @@ def test_a_prompts_experts_take_turns_in_the_half_that_was_used_longest_ago(modu
         wanted = ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables, module=module)
         before, held = len(module.launches), set(near.owner[near.used.argsort(stable=True)[near.turning :]].tolist()) - {-1}
         assert torch.equal(ours.experts(x, index, weights, far, torch.full_like(x, math.nan), lora=tables, module=module), wanted)
-        assert module.launches[before:].count("experts_many_down") == near.turns
-        assert held <= set(near.owner.tolist())
+        assert module.launches[before:].count("experts_many_down") == near.turns and held <= set(near.owner.tolist())
         check_slots(far, mixture)
         x, index, weights, _ = case(mixture, 1, 2, torch.bfloat16)
         wanted = ours.experts(x, index, weights, mixture, torch.empty_like(x), module=module)

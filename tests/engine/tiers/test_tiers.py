@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.raised import raised
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import CodeTables, Packed, keep
 from trimtab.engine.formats.weights import dequantize, shell
@@ -129,8 +130,7 @@ def test_the_buffers_hold_the_same_blocks_at_both_ends_of_a_pass(count, slots, t
             assert torch.equal(mine(inputs_for(mine)), reference(inputs_for(mine)))
             if number and place % 2:  # the second layer of its block
                 mine.staged.leave()
-        assert streamer.end_pass() == order
-        assert streamer.copied_bytes - before == again
+        assert streamer.end_pass() == order and streamer.copied_bytes - before == again
         held = [slot.owner for slot in streamer.slots]
         assert held == groups[: len(held)]
     streamer.close()
@@ -246,9 +246,7 @@ def test_a_full_disk_is_a_device_error(tmp_path, monkeypatch):
 
     spill._file.close()
     spill._file = Full()
-    with pytest.raises(DeviceError, match="No space left") as caught:
-        spill.append(torch.zeros(16, dtype=torch.uint8))
-    assert caught.value.device == "disk"
+    assert raised(DeviceError, spill.append, torch.zeros(16, dtype=torch.uint8), match="No space left").device == "disk"
 
 
 @pytest.mark.parametrize("quant", QUANTS)
@@ -303,8 +301,7 @@ def test_code_tables_are_shared_only_when_equal():
     codes = CodeTables()
     first, second = codes.share(packed_weight("nf4-dq", 64, 64, 1)), codes.share(packed_weight("nf4-dq", 64, 64, 2))
     assert first.codes["code"] is second.codes["code"] and first.codes["nested_code"] is second.codes["nested_code"]
-    other = codes.share(packed_weight("fp4", 64, 64, 1))
-    assert other.codes["code"] is not first.codes["code"]
+    assert codes.share(packed_weight("fp4", 64, 64, 1)).codes["code"] is not first.codes["code"]
 
 
 def test_a_streamed_leaf_shows_shape_and_computing_dtype_but_no_data():

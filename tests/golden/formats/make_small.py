@@ -95,16 +95,13 @@ def modelopt(rows: int, columns: int) -> Made:
 FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
 MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 CASES = {
-    "mobile2": lambda: mobile(12, 64, 2),
-    "mobile4": lambda: mobile(10, 48, 4),
-    "mobile8": lambda: mobile(9, 20, 8),
-    "mobile2-table": lambda: mobile(14, 32, 2, groups=1),
-    "mobile4-table": lambda: mobile(11, 48, 4, groups=3),
+    "mobile2": lambda: mobile(12, 64, 2), "mobile4": lambda: mobile(10, 48, 4), "mobile8": lambda: mobile(9, 20, 8),
+    "mobile2-table": lambda: mobile(14, 32, 2, groups=1), "mobile4-table": lambda: mobile(11, 48, 4, groups=3),
     "nvfp4": lambda: compressed(24, 96, "nvfp4-pack-quantized", strategy="tensor_group", group_size=16, **FLOAT4),
     "mxfp4": lambda: compressed(20, 96, "mxfp4-pack-quantized", **MX, **FLOAT4),
     "mxfp8": lambda: compressed(16, 64, "mxfp8-quantized", **MX, **(FLOAT4 | {"num_bits": 8})),
     "modelopt": lambda: modelopt(18, 64),
-}
+}  # fmt: skip
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from tests import pico
 from tests.long_runs import crossed
 from tests.merged_models import load, peft_merged, state_of, tensors_of
+from tests.raised import raised
 from trimtab.engine.loader.tracing import Expression, Trace
 from trimtab.errors import AdapterError
 from trimtab.merging import merge
@@ -78,12 +79,10 @@ def test_pairs_of_another_stack_are_refused_all_at_once(tmp_path: Path) -> None:
     found[f"{stem}.lora_A.weight"] = torch.zeros(9, 128)
     del found[f"{stem}.base_layer.lora_B.weight"]
     save_file(found, adapter / "adapter_model.safetensors")
-    with pytest.raises(AdapterError) as caught:
-        merge(base, tmp_path / "out", adapters={"a": adapter})
-    words = "\n".join(caught.value.problems)
-    assert len(caught.value.problems) == 2
-    assert "lora_A or lora_B of gate_up_proj is missing" in words
-    assert "has pairs of [9, 128]" in words
+    error = raised(AdapterError, merge, base, tmp_path / "out", adapters={"a": adapter})
+    words = "\n".join(error.problems)
+    assert len(error.problems) == 2
+    assert "lora_A or lora_B of gate_up_proj is missing" in words and "has pairs of [9, 128]" in words
 
 
 # Ways back ------------------------------------------------------------------------------------------------------------
@@ -130,11 +129,9 @@ def test_what_goes_back_makes_the_changed_parameter_again(way: str) -> None:
     assert is_cast(expression) == (way in ("as it is", "cast"))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda t: t["a"] * 2, lambda t: t["a"].flip(0), lambda t: torch.cat([t["a"], t["a"]]), lambda t: t["d"][[1, 2]]],
-    ids=["product", "flip", "twice", "picked rows"],
-)
+@pytest.mark.parametrize("make", [
+    lambda t: t["a"] * 2, lambda t: t["a"].flip(0), lambda t: torch.cat([t["a"], t["a"]]), lambda t: t["d"][[1, 2]],
+], ids=["product", "flip", "twice", "picked rows"])  # fmt: skip
 def test_what_has_no_known_way_back_is_refused(make: Make) -> None:
     expression, files = traced(make)
     parameter = without_casts(expression, files.__getitem__)
@@ -163,11 +160,9 @@ def test_a_parameter_without_a_way_back_is_refused_before_anything_is_written(
     base = pico.build("llama", tmp_path / "base")
     adapter = pico.adapter(base, tmp_path / "adapter")
     remade(monkeypatch, torch.mul, 2)
-    with pytest.raises(AdapterError) as caught:
-        merge(base, tmp_path / "out", adapters={"a": adapter})
-    assert len(caught.value.problems) == 2
-    assert "model.layers.0.self_attn.q_proj.weight is made of" in caught.value.problems[0]
-    assert "mul" in caught.value.problems[0]
+    error = raised(AdapterError, merge, base, tmp_path / "out", adapters={"a": adapter})
+    assert len(error.problems) == 2 and "model.layers.0.self_attn.q_proj.weight is made of" in error.problems[0]
+    assert "mul" in error.problems[0]
     assert not (tmp_path / "out").exists()
 
 
@@ -188,10 +183,8 @@ def test_a_parameter_that_goes_back_through_an_operation_merges_to_the_same_valu
 def test_slices_name_expert_rows_and_columns() -> None:
     expression, _ = traced(lambda t: torch.cat([torch.stack([t["a"], t["b"]]), torch.stack([t["c"]] * 2)], dim=1))
     found = slices(expression, SHAPES)
-    assert found is not None
-    assert (found["a"].expert, found["b"].expert) == (0, 1)
-    assert found["a"].rows == (0, 4)
-    assert found["c"].rows == (4, 6)
+    assert found is not None and (found["a"].expert, found["b"].expert) == (0, 1)
+    assert found["a"].rows == (0, 4) and found["c"].rows == (4, 6)
     other, _ = traced(lambda t: torch.stack([t["a"], t["b"]], dim=1))
     assert slices(other, SHAPES) is None
     cast, _ = traced(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.raised import refused
 from trimtab.errors import RequestError
 from trimtab.merging.changes.request import MergeRequest, Part, full_dtype, parse_adapter, parse_adapters, parts_of
 
@@ -33,17 +34,14 @@ def test_a_flag_is_taken_apart(text: str, expected: Part) -> None:
 
 @pytest.mark.parametrize("text", ["=path", "a=", "", "a=path:", "a=:1", "=", "path:"])
 def test_a_flag_that_names_no_adapter_is_refused(text: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        parse_adapter(text)
-    assert (caught.value.field, caught.value.value) == ("adapter", text)
-    assert "NAME=PATH:WEIGHT" in caught.value.allowed
+    error = refused(parse_adapter, text)
+    assert (error.field, error.value) == ("adapter", text) and "NAME=PATH:WEIGHT" in error.allowed
 
 
 @pytest.mark.parametrize("text", ["a=path:0", "a=path:-0.0", "a=path:nan", "a=path:inf", "a=path:-Infinity"])
 def test_a_weight_that_is_zero_or_no_number_is_refused(text: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        parse_adapter(text)
-    assert (caught.value.field, caught.value.value) == ("adapter", text)
+    error = refused(parse_adapter, text)
+    assert (error.field, error.value) == ("adapter", text)
 
 
 @pytest.mark.parametrize("weight", [0, float("nan"), float("inf"), True, "1"])
@@ -54,20 +52,15 @@ def test_a_weight_in_a_call_is_checked_as_well(weight: object) -> None:
 
 
 def test_a_name_given_twice_is_refused() -> None:
-    with pytest.raises(RequestError) as caught:
-        parse_adapters(["a=x", "b=y", "a=z"])
-    assert caught.value.value == "a"
+    assert refused(parse_adapters, ["a=x", "b=y", "a=z"]).value == "a"
     with pytest.raises(RequestError):
         MergeRequest(model="m", out="o", adapters=(Part("a", "x"), Part("a", "y")))
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"dtype": "int8"}, "dtype"), ({"requantize": "fp4"}, "requantize"), ({"adapters": (Part("a b", "x"),)}, "adapters"),
-        ({"adapters": (Part("", "x"),)}, "adapters"), ({"out": ""}, "out"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "field"), [
+    ({"dtype": "int8"}, "dtype"), ({"requantize": "fp4"}, "requantize"), ({"adapters": (Part("a b", "x"),)}, "adapters"),
+    ({"adapters": (Part("", "x"),)}, "adapters"), ({"out": ""}, "out"),
+])  # fmt: skip
 def test_options_are_checked(options: dict[str, object], field: str) -> None:
     with pytest.raises(RequestError) as caught:
         MergeRequest(**({"model": "m", "out": "o"} | options))  # type: ignore[arg-type]

@@ -52,8 +52,7 @@ def test_a_packed_merge_loads_in_stock_with_the_modules_that_stock_would_pack(fa
     report = merge(base, tmp_path / "packed", adapters={"a": adapter}, requantize=requantize, check=True)
     assert report.check is not None and report.check.passed
     model, own = load_packed(tmp_path / "packed"), stock.load_stock(tmp_path / "dense", requantize)
-    assert kinds(model) == kinds(own)
-    assert "Linear4bit" in kinds(model).values()
+    assert kinds(model) == kinds(own) and "Linear4bit" in kinds(model).values()
     exact = dict(load(tmp_path / "dense").named_modules())
     ours = theirs = 0.0
     for path, kind in kinds(model).items():
@@ -82,8 +81,7 @@ def unpacked(weight: Any) -> Tensor:
 @pytest.mark.parametrize("requantize", ["nf4", "nf4-dq"])
 def test_without_an_adapter_a_model_is_packed_and_trimtab_reads_it(requantize: str, tmp_path: Path) -> None:
     base = pico.build("llama", tmp_path / "base", shards=2)
-    report = merge(base, tmp_path / "out", requantize=requantize)
-    assert not report.changed
+    assert not merge(base, tmp_path / "out", requantize=requantize).changed
     found = read_checkpoint(tmp_path / "out")
     packed = split_packed(found)[1]
     assert len(packed) == 14
@@ -133,8 +131,7 @@ def test_merging_into_a_packed_base_unpacks_it_once_and_adds_in_float32(quant: s
     merge(tmp_path / "stock", tmp_path / "dense", dtype="float32")
     merge(tmp_path / "dense", tmp_path / "expected", adapters={"a": adapter}, dtype="bfloat16")
     out, expected = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "expected")
-    assert set(out) == set(tensors_of(base))
-    assert all(torch.equal(out[name], expected[name]) for name in out)
+    assert set(out) == set(tensors_of(base)) and all(torch.equal(out[name], expected[name]) for name in out)
 
 
 def test_a_packed_base_can_be_packed_again_in_another_form(tmp_path: Path) -> None:
@@ -190,8 +187,7 @@ def test_chosen_scales_never_lose_more_than_the_largest_value_in_any_block() -> 
 
     # The search rounds to 65536 steps: a value within 2^-15 of a boundary may be counted on its other side.
     assert (error(chosen) <= error(largest) * (1 + 2**-10)).all()
-    assert float(error(chosen).sum()) < 0.95 * float(error(largest).sum())
-    assert chosen[0] == 0
+    assert float(error(chosen).sum()) < 0.95 * float(error(largest).sum()) and chosen[0] == 0
 
 
 def test_double_quantized_scales_are_read_back_as_they_were_counted() -> None:

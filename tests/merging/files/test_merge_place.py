@@ -12,6 +12,7 @@ import pytest
 
 from tests import merged_models, pico
 from tests.merged_models import content
+from tests.raised import raised
 from trimtab.checkpoint.writer import PositionedWriter
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.merging import merge
@@ -66,15 +67,13 @@ def test_another_merge_resumes_nothing(
         model = pico.build("llama", tmp_path / "base", shards=3, seed=3)
     else:
         options["dtype"] = "float16"
-    report = merge(model, tmp_path / "out", **options)
-    assert not any(file.is_resumed for file in report.files)
+    assert not any(file.is_resumed for file in merge(model, tmp_path / "out", **options).files)
 
 
 def test_two_merges_into_one_place_at_once_are_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
     with places.Workplace(tmp_path / "out", "key"), pytest.raises(RequestError) as caught:
         merge(base, tmp_path / "out", adapters={"a": adapter})
-    assert caught.value.field == "out"
-    assert "another merge" in str(caught.value)
+    assert caught.value.field == "out" and "another merge" in str(caught.value)
 
 
 def test_a_model_caught_between_two_renames_is_put_back(base: Path, tmp_path: Path) -> None:
@@ -110,10 +109,8 @@ def test_a_full_disk_leaves_no_half_model_and_the_next_run_goes_on(
     byte_count: int, base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_at(monkeypatch, byte_count, errno.ENOSPC)
-    with pytest.raises(DoesNotFitError) as caught:
-        merge(base, tmp_path / "out", adapters={"a": adapter})
-    assert caught.value.device == "disk"
-    assert caught.value.needed_bytes > 270_000
+    error = raised(DoesNotFitError, merge, base, tmp_path / "out", adapters={"a": adapter})
+    assert error.device == "disk" and error.needed_bytes > 270_000
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
     merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
@@ -140,11 +137,9 @@ def test_too_little_room_is_said_before_the_first_byte(base: Path, tmp_path: Pat
     usage = type("Usage", (), {"free": total - 1})
     monkeypatch.setattr(places.shutil, "disk_usage", lambda _: usage)
     fail_at(monkeypatch, 0, errno.EIO)
-    with pytest.raises(DoesNotFitError) as caught:
-        merge(base, tmp_path / "out", dtype="bfloat16")
-    assert (caught.value.device, caught.value.budget_bytes) == ("disk", total - 1)
-    assert total <= caught.value.needed_bytes < total + 10_000
-    assert "Nothing was written" in caught.value.hint and merged_models.left_over(tmp_path) == []
+    error = raised(DoesNotFitError, merge, base, tmp_path / "out", dtype="bfloat16")
+    assert (error.device, error.budget_bytes) == ("disk", total - 1) and total <= error.needed_bytes < total + 10_000
+    assert "Nothing was written" in error.hint and merged_models.left_over(tmp_path) == []
 
 
 def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(
@@ -158,10 +153,8 @@ def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(
         mkdir(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(RequestError) as caught:
-        merge(base, tmp_path / "out", dtype="bfloat16")
-    assert caught.value.field == "out"
-    assert "Read-only" in str(caught.value)
+    error = raised(RequestError, merge, base, tmp_path / "out", dtype="bfloat16")
+    assert error.field == "out" and "Read-only" in str(error)
     assert merged_models.left_over(tmp_path) == []
 
 
@@ -169,10 +162,9 @@ def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(
 
 
 def refused(base: Path, out: Path, **options: Any) -> RequestError:
-    with pytest.raises(RequestError) as caught:
-        merge(base, out, **options)
-    assert caught.value.field == "out"
-    return caught.value
+    error = raised(RequestError, merge, base, out, **options)
+    assert error.field == "out"
+    return error
 
 
 def test_the_model_itself_is_no_place(base: Path, adapter: Path) -> None:
@@ -217,8 +209,7 @@ def test_an_existing_folder_needs_overwrite_and_then_is_replaced_as_a_whole(
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("x")
-    assert "not empty" in str(refused(base, out))
-    assert content(out) == {"mine.txt": b"x"}
+    assert "not empty" in str(refused(base, out)) and content(out) == {"mine.txt": b"x"}
     merge(base, out, dtype="bf16", overwrite=True)
     assert "mine.txt" not in content(out)
     assert merged_models.left_over(tmp_path) == ["out"]

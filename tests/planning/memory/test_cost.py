@@ -12,6 +12,7 @@ from tests.engine.prefill.test_prefill import eager, ids
 from tests.engine.prefill.test_prefix_cache import answer, scores
 from tests.lent import lent
 from tests.long_runs import crossed
+from tests.raised import raised
 from trimtab.checkpoint.anatomy import KVLayer
 from trimtab.cli.commands.serve import configured, served_models, settings_of
 from trimtab.cli.main import main, parser
@@ -57,9 +58,8 @@ def test_experts_are_counted_whole():
 
 
 def test_an_unknown_format_is_refused():
-    with pytest.raises(RequestError, match="no format of weights") as refused:
-        packed_parts((2, 2), "nf5", "bfloat16")
-    assert (refused.value.field, refused.value.value) == ("quant", "nf5")
+    error = raised(RequestError, packed_parts, (2, 2), "nf5", "bfloat16", match="no format of weights")
+    assert (error.field, error.value) == ("quant", "nf5")
 
 
 @pytest.mark.parametrize("quant", ["nf4", "nf4-dq", "fp4", "int8"])
@@ -93,8 +93,7 @@ def test_the_allocator_rounds_as_torch_does(asked, counted):
 
 
 def test_the_reserve_is_a_share_with_a_floor():
-    assert allocator_reserve_bytes(10) == 64 * MIB
-    assert allocator_reserve_bytes(100 * 2**30) == 3 * 2**30
+    assert allocator_reserve_bytes(10) == 64 * MIB and allocator_reserve_bytes(100 * 2**30) == 3 * 2**30
 
 
 def test_kv_cache_counts_both_of_keys_and_values_and_one_copy_of_the_largest_keys():
@@ -133,8 +132,7 @@ def test_every_coefficient_says_where_it_comes_from():
 
 def test_a_model_type_takes_the_patches_of_the_longest_name_it_starts_with():
     assert patches_of("gemma4") == patches_of("gemma4_unified") == (2520, 280)
-    assert patches_of("gemma3n") != patches_of("gemma3")
-    assert patches_of("never seen") == (4096, 1024)
+    assert patches_of("gemma3n") != patches_of("gemma3") and patches_of("never seen") == (4096, 1024)
 
 
 def needs(anatomy=None, *, quant="nf4-dq", has_adapters=False, **asked):
@@ -158,8 +156,7 @@ def test_asking_for_more_needs_more(more):
 
 
 def test_the_worst_phase_is_named():
-    assert needs(images=0, audio_s=0).phase == "prompt"
-    assert needs(images=40, audio_s=0, context_tokens=64).phase == "pictures"
+    assert needs(images=0, audio_s=0).phase == "prompt" and needs(images=40, audio_s=0, context_tokens=64).phase == "pictures"
     assert needs(images=0, audio_s=600, context_tokens=64).phase == "sound"
 
 
@@ -262,10 +259,8 @@ def test_the_planned_pages_are_those_of_the_runtime_and_the_least_cache_is_one_t
             cache = model.prefix_cache = PrefixCache(model, capacity)
             batch = eager(model)
             first = answer(batch, model.prepare(ids(BLOCK_TOKENS)))
-            assert first.cached_tokens == 0
-            assert len(first.token_ids) == BLOCK_TOKENS + 6
-            found = scores(batch, model.prepare([*first.token_ids[:-1], 200, 201]))[1]
-            assert found == expected
+            assert first.cached_tokens == 0 and len(first.token_ids) == BLOCK_TOKENS + 6
+            assert scores(batch, model.prepare([*first.token_ids[:-1], 200, 201]))[1] == expected
             if expected:
                 assert (cache.layout.page_bytes, cache.store.snapshot_pages) == (pages.page_bytes, pages.snapshot_pages)
             cache.close()
@@ -278,26 +273,21 @@ def test_the_planned_pages_are_those_of_the_runtime_and_the_least_cache_is_one_t
 
 def test_a_cache_that_no_prompt_could_resume_from_is_refused_by_the_plan(tmp_path, capsys):
     base = pico.build("gemma3", tmp_path)
-    with pytest.raises(RequestError) as caught:
-        trimtab.plan(base, **OPTIONS, prefix_cache=4096)
-    error = caught.value
+    error = raised(RequestError, trimtab.plan, base, prefix_cache=4096, **OPTIONS)
     assert error.field == "prefix_cache" and error.value == 4096 and "a snapshot of sliding or recurrent layers" in str(error)
     least = int(error.reason.split("at least ")[1].split()[0])
     assert trimtab.plan(base, **OPTIONS, prefix_cache=least).host["prefix_cache"] == least
     assert main(["plan", str(base), "--quant", "none", "--device", "cpu", "--context", "160", "--prefix-cache", "4096B"]) == 2
     assert "--prefix-cache 4096: must be at least" in capsys.readouterr().err
     plain = pico.build("llama", tmp_path / "plain")
-    with pytest.raises(RequestError) as caught:
-        trimtab.plan(plain, **OPTIONS, prefix_cache=4096)
-    assert "snapshot" not in str(caught.value)
+    assert "snapshot" not in str(raised(RequestError, trimtab.plan, plain, prefix_cache=4096, **OPTIONS))
 
 
 def test_sizes_of_known_models_by_hand():
     """E4B: 20 layers of 2 heads of 256 keep 512 places, 4 of 2 heads of 512 a block; Qwen3-8B: 36 of 8 heads of 128."""
     sizes = pages_of(e_series("E4B").kv_layers, "bfloat16", "full", context_tokens=4096)
     block = 4 * 2 * 32 * 2 * 512 * 2
-    assert sizes.page_bytes == block
-    assert sizes.snapshot_pages == -(-(20 * 2 * 512 * 2 * 256 * 2 + block) // block)
+    assert sizes.page_bytes == block and sizes.snapshot_pages == -(-(20 * 2 * 512 * 2 * 256 * 2 + block) // block)
     qwen = pages_of(qwen3_8b().kv_layers, "bfloat16", "full", context_tokens=4096)
     assert (qwen.page_bytes, qwen.snapshot_pages) == (36 * 2 * 32 * 8 * 128 * 2, 0)
 
@@ -306,13 +296,11 @@ def test_a_plan_says_how_much_of_a_prompt_a_small_cache_holds(tmp_path):
     base = pico.build("gemma3", tmp_path)
     kv_layers = trimtab.plan(base, **OPTIONS)
     assert kv_layers.prefix_reason == "" and "prefix cache" not in str(kv_layers)
-    with pytest.raises(RequestError) as caught:
-        trimtab.plan(base, **OPTIONS, prefix_cache=4096)
-    least = int(caught.value.reason.split("at least ")[1].split()[0])
+    error = raised(RequestError, trimtab.plan, base, prefix_cache=4096, **OPTIONS)
+    least = int(error.reason.split("at least ")[1].split()[0])
     small = trimtab.plan(base, **OPTIONS, prefix_cache=least)
     assert f"hold {BLOCK_TOKENS} tokens of one prompt; a prompt that fills the context of 160" in small.prefix_reason
-    assert f"prefix cache  {small.prefix_reason}" in str(small)
-    assert "prefix cache  " in Lines(WIDTH).show(small.document())
+    assert f"prefix cache  {small.prefix_reason}" in str(small) and "prefix cache  " in Lines(WIDTH).show(small.document())
     assert Plan.from_json(json.loads(json.dumps(small.to_json()))) == small
     assert small.to_json()["prefix_reason"] == small.prefix_reason
     assert trimtab.plan(base, **OPTIONS, prefix_cache="64MiB").prefix_reason == ""
@@ -342,9 +330,7 @@ def test_a_chat_goes_on_without_its_default_cache_where_that_is_too_small(monkey
 
 
 def refused(call):
-    with pytest.raises(TrimtabError) as caught:
-        call()
-    error = caught.value
+    error = raised(TrimtabError, call)
     assert isinstance(error, RequestError) and "has no effect" in str(error) and error.hint
     return error.field
 

@@ -28,8 +28,7 @@ def test_a_mixture_that_does_not_fit_keeps_its_experts_in_host_memory(eight):
     assert eight.gpu_needed_bytes <= 8 * GIB < eight.gpu_needed_bytes + 2 * 30 * (EXPERT + 2**12)
     assert eight.host["experts"] == stacks_bytes(MIXTURE) and eight.host_peak_bytes > 30 * 128 * EXPERT
     assert eight.execution.step.mode == "fused" and eight.execution.prompt.mode == "graph"
-    assert eight.disk_bytes == eight.staging_slots == 0
-    assert Plan.from_json(eight.to_json()) == eight
+    assert eight.disk_bytes == eight.staging_slots == 0 and Plan.from_json(eight.to_json()) == eight
 
 
 def test_bytes_are_those_of_the_parts_of_an_expert():

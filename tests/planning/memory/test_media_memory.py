@@ -12,9 +12,10 @@ import soundfile
 from PIL import Image
 
 import trimtab
+from tests.raised import raised, refused
 from trimtab.api import PlanInputs, plan_request
 from trimtab.engine.chat.media import picture_bytes, sound_rate
-from trimtab.errors import DoesNotFitError, RequestError, gib
+from trimtab.errors import DoesNotFitError, gib
 from trimtab.planning import Plan
 from trimtab.planning.memory.media import LEAST_BUDGET_BYTES, MOST_RATE, PREPARED_PIXEL_BYTES, WEBP_PIXEL_BYTES, sound_bytes
 from trimtab.report.render import WIDTH, Lines
@@ -65,9 +66,8 @@ def test_a_host_budget_without_room_for_media_is_refused():
     plan = plan_request(REQUEST, later={}, inputs=INPUTS, media=served())
     small = replace(REQUEST, host_memory_bytes=plan.host_peak_bytes - plan.host["media"] // 2)
     plan_request(small, later={}, inputs=INPUTS)
-    with pytest.raises(DoesNotFitError) as caught:
-        plan_request(small, later={}, inputs=INPUTS, media=served(), is_advised=False)
-    assert caught.value.device == "host"
+    error = raised(DoesNotFitError, lambda: plan_request(small, later={}, inputs=INPUTS, media=served(), is_advised=False))
+    assert error.device == "host"
 
 
 def job(*parts):
@@ -129,8 +129,7 @@ def test_the_engine_decodes_within_the_planned_budget():
     request = replace(REQUEST, images=16)
     plan = plan_request(request, later={}, inputs=INPUTS, media=served())
     with trimtab.load(plan) as model:
-        pool = LoadedEngine(model, rows=1).inputs.media
-        assert pool._most_bytes == plan.host["media"]
+        assert LoadedEngine(model, rows=1).inputs.media._most_bytes == plan.host["media"]
 
 
 def test_audio_whose_header_tells_no_length_is_within_the_limit_of_a_request():
@@ -146,6 +145,5 @@ def test_audio_whose_header_tells_no_length_is_within_the_limit_of_a_request():
             ([sound(48_000, 0.6, kind="OGG")], "lasts 0.6 s, the limit is 0.5 s"),
             ([sound(48_000, 0.3, kind="OGG")] * 2, "has 0.6 seconds, the limit of a request is 0.5"),
         ):
-            with pytest.raises(RequestError, match=words) as caught:
-                engine.inputs.decoded(job(*parts))
-            assert caught.value.field == f"messages[0].content[{len(parts) - 1}].input_audio"
+            error = refused(engine.inputs.decoded, job(*parts), match=words)
+            assert error.field == f"messages[0].content[{len(parts) - 1}].input_audio"

@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 
 from tests.planning.test_planner import E4B, MIB, plan
-from trimtab.errors import RequestError, gib
+from tests.raised import refused
+from trimtab.errors import gib
 from trimtab.planning.plan.chart import BAR_WIDTH, bars_of, draw, layout
 from trimtab.report.charts import MARGIN, WIDTH, Box, Label, Stroke
 
@@ -94,15 +95,12 @@ def test_svg_escapes_what_a_model_is_called(tmp_path):
     from dataclasses import replace
 
     draw(replace(plan(), model_class="A<b>&c"), tmp_path / "a.svg")
-    title = next(ElementTree.parse(tmp_path / "a.svg").iter(f"{SVG}text")).text
-    assert title == "A<b>&c"
+    assert next(ElementTree.parse(tmp_path / "a.svg").iter(f"{SVG}text")).text == "A<b>&c"
 
 
 @pytest.mark.parametrize("ending", ["gif", "png"])
 def test_another_ending_is_refused(ending, tmp_path):
-    with pytest.raises(RequestError) as caught:
-        draw(plan(), tmp_path / f"plan.{ending}")
-    assert caught.value.allowed == (".svg",) and list(tmp_path.iterdir()) == []
+    assert refused(lambda: draw(plan(), tmp_path / f"plan.{ending}")).allowed == (".svg",) and list(tmp_path.iterdir()) == []
 
 
 def test_colors_are_colors(made):

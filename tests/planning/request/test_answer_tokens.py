@@ -7,11 +7,12 @@ import pytest
 import trimtab
 from tests.cli.test_vocabulary import BASE
 from tests.planning.values.test_execution import off_device, plan
+from tests.raised import raised, refused
 from trimtab.cli import main as cli
 from trimtab.cli.commands import bench as bench_command
 from trimtab.cli.commands import plan_run as line
 from trimtab.cli.commands.serve import served_models
-from trimtab.errors import CheckpointError, RequestError
+from trimtab.errors import CheckpointError
 from trimtab.planning import Plan
 from trimtab.planning.memory.activations import answer_tokens_of
 from trimtab.report.render import WIDTH, Lines
@@ -22,8 +23,7 @@ from trimtab.serve.worker.registry import read_registry
 @pytest.mark.parametrize("gib", [3.2, *(pytest.param(gib, marks=pytest.mark.slow) for gib in (2.8, 3.5, 4.25))])
 def test_longer_answers_keep_more_of_the_decoder_and_shorter_ones_larger_captured_chunks(gib):
     short, usual, long = (plan(gib, answer_tokens=tokens) for tokens in (8, DEFAULT_NEW_TOKENS, 2000))
-    assert off_device(short) > off_device(usual) > off_device(long) > 0
-    assert short.token_s > usual.token_s > long.token_s
+    assert off_device(short) > off_device(usual) > off_device(long) > 0 and short.token_s > usual.token_s > long.token_s
     assert max(short.execution.prompt.chunks) == 1024 > max(usual.execution.prompt.chunks)
     # Graphs take memory that a long answer spends on layers.
     modes = [made.execution.prompt.mode for made in (short, usual, long)]
@@ -41,8 +41,7 @@ def test_each_plan_is_the_fastest_for_its_own_answer_length():
 def test_where_the_whole_model_fits_the_answer_length_changes_no_placement():
     short, long = plan(8, answer_tokens=8), plan(8, answer_tokens=4000)
     assert short.tiers() == long.tiers() and short.gpu == long.gpu
-    assert short.execution.prompt.chunks == long.execution.prompt.chunks
-    assert short.request_s > long.request_s
+    assert short.execution.prompt.chunks == long.execution.prompt.chunks and short.request_s > long.request_s
 
 
 def test_the_length_takes_no_memory():
@@ -50,32 +49,26 @@ def test_the_length_takes_no_memory():
     assert plan(8, answer_tokens=4095).gpu == plan(8, answer_tokens=1).gpu
 
 
-@pytest.mark.parametrize(
-    ("context", "given", "planned"),
-    [
-        (4096, {}, 256), (300, {}, 150), (1, {}, 1), (300, {"answer_tokens": 8}, 8), (300, {"answer_tokens": 200}, 200),
-        (300, {"answer_tokens": 299}, 299), (300, {"answer_tokens": 300}, 299), (300, {"answer_tokens": 9999}, 299),
-        (1, {"answer_tokens": 9}, 1), (4096, {"answer_tokens": 4000}, 4000),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("context", "given", "planned"), [
+    (4096, {}, 256), (300, {}, 150), (1, {}, 1), (300, {"answer_tokens": 8}, 8), (300, {"answer_tokens": 200}, 200),
+    (300, {"answer_tokens": 299}, 299), (300, {"answer_tokens": 300}, 299), (300, {"answer_tokens": 9999}, 299),
+    (1, {"answer_tokens": 9}, 1), (4096, {"answer_tokens": 4000}, 4000),
+])  # fmt: skip
 def test_at_least_one_token_of_the_context_is_the_prompts_and_by_default_half(context, given, planned):
-    request = LoadRequest(model="m", context_tokens=context, **given)
-    assert answer_tokens_of(request) == planned
+    assert answer_tokens_of(LoadRequest(model="m", context_tokens=context, **given)) == planned
     assert plan(24, context_tokens=context, images=0, audio_s=0.0, **given).answer_tokens == planned
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, None])
 def test_a_length_that_is_no_positive_integer_is_refused_by_name(value):
-    with pytest.raises(RequestError, match="must be an integer of at least 1") as caught:
-        trimtab.plan(BASE, device="cpu", answer_tokens=value)
-    assert (caught.value.field, caught.value.value) == ("answer_tokens", value)
+    error = refused(trimtab.plan, BASE, device="cpu", answer_tokens=value, match="must be an integer of at least 1")
+    assert (error.field, error.value) == ("answer_tokens", value)
 
 
 def test_a_length_may_be_a_text_of_a_number():
     assert trimtab.plan(BASE, device="cpu", answer_tokens="256").answer_tokens == 256
-    with pytest.raises(RequestError, match="is not a number of tokens") as caught:
-        trimtab.plan(BASE, device="cpu", answer_tokens="many")
-    assert (caught.value.field, caught.value.value) == ("answer_tokens", "many")
+    error = refused(trimtab.plan, BASE, device="cpu", answer_tokens="many", match="is not a number of tokens")
+    assert (error.field, error.value) == ("answer_tokens", "many")
 
 
 def test_it_is_in_the_table_and_in_a_saved_plan(tmp_path):
@@ -90,9 +83,7 @@ def test_it_is_in_the_table_and_in_a_saved_plan(tmp_path):
 def test_a_plan_without_it_is_refused_as_one_without_any_other_field(tmp_path):
     values = trimtab.plan(BASE, device="cpu").to_json()
     del values["request"]["answer_tokens"]
-    with pytest.raises(RequestError, match="is missing") as caught:
-        Plan.from_json(values)
-    assert caught.value.field == "plan.request.answer_tokens"
+    assert refused(Plan.from_json, values, match="is missing").field == "plan.request.answer_tokens"
 
 
 class Asked(Exception):
@@ -110,9 +101,7 @@ def asked(monkeypatch):
 
     def call(*words) -> LoadRequest:
         options = cli.parser().parse_args([str(word) for word in words])
-        with pytest.raises(Asked) as caught:
-            {"plan": line.run_plan, "run": line.run_run}[options.name_of_command](options)
-        return caught.value.args[0]
+        return raised(Asked, {"plan": line.run_plan, "run": line.run_run}[options.name_of_command], options).args[0]
 
     return call
 
@@ -127,8 +116,7 @@ def test_run_plans_for_its_longest_answer(asked, tmp_path):
     assert asked("run", BASE, "Hi").answer_tokens == DEFAULT_NEW_TOKENS
     (tmp_path / "p.jsonl").write_text('{"prompt": "Hi"}\n')
     prompts = ("run", BASE, "--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "out.jsonl")
-    assert asked(*prompts, "--max-new-tokens", 12).answer_tokens == 12
-    assert asked(*prompts).answer_tokens == DEFAULT_NEW_TOKENS
+    assert asked(*prompts, "--max-new-tokens", 12).answer_tokens == 12 and asked(*prompts).answer_tokens == DEFAULT_NEW_TOKENS
 
 
 def test_run_with_sound_plans_for_its_longest_answer_too(asked, monkeypatch):
@@ -145,9 +133,7 @@ def test_bench_plans_for_the_answers_that_it_was_asked_to_measure(tmp_path):
     given, usual = benched(BASE, "--new-tokens", 300), benched(BASE)
     assert (given.new_tokens, given.load.answer_tokens) == (300, 300)
     assert (usual.new_tokens, usual.load.answer_tokens) == (64, DEFAULT_NEW_TOKENS)
-    with pytest.raises(RequestError) as caught:
-        benched(BASE, "--new-tokens", 0)
-    assert caught.value.field == "--new-tokens"
+    assert refused(benched, BASE, "--new-tokens", 0).field == "--new-tokens"
     trimtab.plan(BASE, device="cpu", answer_tokens=5).save(tmp_path / "plan.json")
     assert benched(tmp_path / "plan.json", "--new-tokens", 9).load.request.answer_tokens == 5
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import trimtab
 from tests.anatomies import e_series, small
+from tests.raised import refused
 from trimtab.cli import main as cli
 from trimtab.cli.flags.flags import load_request
 from trimtab.demo.demo import FOLDER as DEMO
@@ -30,12 +31,6 @@ def placed(patterns):
     return {path: asked.tier for path, asked in resolve_place(patterns, BLOCKS, E2B).items()}
 
 
-def refused(call, *args):
-    with pytest.raises(RequestError) as caught:
-        call(*args)
-    return caught.value
-
-
 def test_nothing_asked_decides_nothing():
     assert placed({}) == {}
 
@@ -45,17 +40,12 @@ def test_a_part_name_places_its_blocks():
     assert found == {"model.vision_tower": "stream"} | {f"model.vision_tower.encoder.layers.{i}": "stream" for i in range(16)}
 
 
-def test_a_path_places_the_blocks_under_it_at_a_boundary():
-    assert placed({f"{TEXT}.layers.1": "stream"}) == {f"{TEXT}.layers.1": "stream"}
-
-
-def test_a_module_places_its_block():
-    assert placed({f"{TEXT}.layers.4.mlp.gate_proj": "disk"}) == {f"{TEXT}.layers.4": "disk"}
-
-
-def test_the_wrapper_of_a_linear_places_its_block():
-    path = "model.vision_tower.encoder.layers.2"
-    assert placed({f"{path}.self_attn.q_proj": "host"}) == {path: "host"}
+@pytest.mark.parametrize("named, tier, block", [
+    (f"{TEXT}.layers.1", "stream", f"{TEXT}.layers.1"), (f"{TEXT}.layers.4.mlp.gate_proj", "disk", f"{TEXT}.layers.4"),
+    ("model.vision_tower.encoder.layers.2.self_attn.q_proj", "host", "model.vision_tower.encoder.layers.2"),
+], ids=["a path at a boundary", "a module", "the wrapper of a linear"])  # fmt: skip
+def test_what_is_named_places_its_block(named, tier, block):
+    assert placed({named: tier}) == {block: tier}
 
 
 def test_the_last_match_wins():
@@ -92,22 +82,14 @@ def test_a_tier_that_no_named_block_allows_is_refused_with_the_reason():
     assert "use gather" in str(error) and error.allowed == ("resident", "gather")
 
 
-def test_gather_of_layers_is_refused():
-    assert "index" in str(refused(resolve_place, {"language": "gather"}, BLOCKS, E2B))
-
-
-def test_a_tied_head_is_refused_with_its_tie():
-    assert "tied to model.language_model.embed_tokens" in str(refused(resolve_place, {"lm_head": "stream"}, BLOCKS, E2B))
-
-
-def test_the_token_table_is_refused_although_its_block_can_move():
-    error = refused(resolve_place, {f"{TEXT}.embed_tokens": "stream"}, BLOCKS, E2B)
-    assert "Gemma4Model.forward" in str(error) and "tied lm_head" in str(error)
-
-
-def test_a_norm_is_refused_although_its_block_can_move():
-    error = refused(resolve_place, {f"{TEXT}.layers.0.input_layernorm": "stream"}, BLOCKS, E2B)
-    assert "norms" in str(error)
+@pytest.mark.parametrize("named, tier, words", [
+    ("language", "gather", ("index",)), ("lm_head", "stream", ("tied to model.language_model.embed_tokens",)),
+    (f"{TEXT}.embed_tokens", "stream", ("Gemma4Model.forward", "tied lm_head")),  # its block can move, and that of the norm
+    (f"{TEXT}.layers.0.input_layernorm", "stream", ("norms",)),
+], ids=["layers", "a tied head", "the token table", "a norm"])  # fmt: skip
+def test_what_cannot_move_is_refused_with_the_reason(named, tier, words):
+    error = str(refused(resolve_place, {named: tier}, BLOCKS, E2B))
+    assert all(word in error for word in words)
 
 
 def test_a_catch_all_that_nothing_can_follow_is_refused():
@@ -172,35 +154,25 @@ def test_on_a_machine_without_gpu_the_cpu_is_where_things_are():
 
 def test_unknown_keys_are_listed_all_with_near_names():
     error = map_refused({"model.multi_modal_projector": "cpu", "model.vision_towers": "cpu", "": 0})
-    assert error.value == ["model.multi_modal_projector", "model.vision_towers"]
-    assert "model.vision_tower" in error.near
+    assert error.value == ["model.multi_modal_projector", "model.vision_towers"] and "model.vision_tower" in error.near
 
 
-@pytest.mark.parametrize(
-    ("device", "why"),
-    [("meta", "no data"), (1, "one device"), ("cuda:3", "one device"), ("mps", "not a device"), (True, "not a device")],
-)
+@pytest.mark.parametrize(("device", "why"), [
+    ("meta", "no data"), (1, "one device"), ("cuda:3", "one device"), ("mps", "not a device"), (True, "not a device"),
+])  # fmt: skip
 def test_devices_that_cannot_be_followed_are_refused(device, why):
     error = map_refused({"": device})
     assert error.field == "device_map['']" and why in str(error)
 
 
-def test_a_map_that_forgets_modules_is_refused():
-    assert "has no device for" in str(map_refused({"model.vision_tower": "cpu"}))
-
-
-def test_a_tied_head_on_the_cpu_is_refused():
-    assert "'lm_head' cannot go to cpu" in str(map_refused({"lm_head": "cpu", "": 0}))
-
-
-def test_the_token_table_on_the_cpu_is_refused_with_both_reasons():
-    error = map_refused({f"{TEXT}.embed_tokens": "cpu", "": 0})
-    assert "Gemma4Model.forward" in str(error) and "lm_head" in str(error)
-
-
-def test_a_block_cut_in_two_is_refused():
-    error = map_refused({f"{TEXT}.layers.0.mlp": "cpu", "": 0})
-    assert f"{TEXT}.layers.0 in two" in str(error)
+@pytest.mark.parametrize("devices, words", [
+    ({"model.vision_tower": "cpu"}, ("has no device for",)), ({"lm_head": "cpu", "": 0}, ("'lm_head' cannot go to cpu",)),
+    ({f"{TEXT}.embed_tokens": "cpu", "": 0}, ("Gemma4Model.forward", "lm_head")),
+    ({f"{TEXT}.layers.0.mlp": "cpu", "": 0}, (f"{TEXT}.layers.0 in two",)),
+], ids=["forgotten modules", "a tied head", "the token table", "a block cut in two"])  # fmt: skip
+def test_a_map_that_cannot_be_followed_is_refused_with_the_reason(devices, words):
+    error = str(map_refused(devices))
+    assert all(word in error for word in words)
 
 
 def test_a_key_without_effect_is_refused():
@@ -222,49 +194,39 @@ GIB = 2**30
 BASE = str(DEMO / "base")
 
 
-@pytest.mark.parametrize(
-    ("given_map", "budgets"),
-    [
-        ({0: "4GiB", "cpu": "16GiB"}, ("cuda:0", 4 * GIB, 16 * GIB, None)), ({"0": 4 * GIB}, ("cuda:0", 4 * GIB, None, None)),
-        ({"cuda:1": "4GB", "disk": "1GiB"}, ("cuda:1", 4 * 10**9, None, GIB)), ({"cuda": "1GiB"}, ("cuda:0", GIB, None, None)),
-        ({"cpu": "2.5GiB"}, ("cpu", None, 5 * GIB // 2, None)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given_map", "budgets"), [
+    ({0: "4GiB", "cpu": "16GiB"}, ("cuda:0", 4 * GIB, 16 * GIB, None)), ({"0": 4 * GIB}, ("cuda:0", 4 * GIB, None, None)),
+    ({"cuda:1": "4GB", "disk": "1GiB"}, ("cuda:1", 4 * 10**9, None, GIB)), ({"cuda": "1GiB"}, ("cuda:0", GIB, None, None)),
+    ({"cpu": "2.5GiB"}, ("cpu", None, 5 * GIB // 2, None)),
+])  # fmt: skip
 def test_devices_become_budgets(given_map, budgets):
     assert read_max_memory(given_map) == MemoryBudgets(
         device=budgets[0], gpu_memory_bytes=budgets[1], host_memory_bytes=budgets[2], disk_memory_bytes=budgets[3]
     )
 
 
-@pytest.mark.parametrize(
-    ("given_map", "field", "word"),
-    [
-        ({}, "max_memory", "at least one"), ([], "max_memory", "at least one"), ("4GiB", "max_memory", "at least one"),
-        ({0: "4GiB", 1: "4GiB"}, "max_memory", "names 2 GPUs (cuda:0, cuda:1)"),
-        ({0: "4GiB", "cuda:0": "4GiB"}, "max_memory['cuda:0']", "named twice"),
-        ({"mps": "4GiB"}, "max_memory", "no device"), ({"gpu": "4GiB"}, "max_memory", "no device"),
-        ({-1: "4GiB"}, "max_memory", "no device"), ({True: "4GiB"}, "max_memory", "no device"),
-        ({None: "4GiB"}, "max_memory", "no device"), ({"disk": "4GiB"}, "max_memory", "no device that can compute"),
-        ({0: "4 apples"}, "max_memory[0]", "not a size"), ({0: 0}, "max_memory[0]", "above zero"),
-        ({0: "4Gb"}, "max_memory[0]", "bits"), ({0: 1.5}, "max_memory[0]", "an integer number"),
-        ({0: None}, "max_memory[0]", "not a size"), ({0: True}, "max_memory[0]", "not a size"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given_map", "field", "word"), [
+    ({}, "max_memory", "at least one"), ([], "max_memory", "at least one"), ("4GiB", "max_memory", "at least one"),
+    ({0: "4GiB", 1: "4GiB"}, "max_memory", "names 2 GPUs (cuda:0, cuda:1)"),
+    ({0: "4GiB", "cuda:0": "4GiB"}, "max_memory['cuda:0']", "named twice"),
+    ({"mps": "4GiB"}, "max_memory", "no device"), ({"gpu": "4GiB"}, "max_memory", "no device"),
+    ({-1: "4GiB"}, "max_memory", "no device"), ({True: "4GiB"}, "max_memory", "no device"),
+    ({None: "4GiB"}, "max_memory", "no device"), ({"disk": "4GiB"}, "max_memory", "no device that can compute"),
+    ({0: "4 apples"}, "max_memory[0]", "not a size"), ({0: 0}, "max_memory[0]", "above zero"),
+    ({0: "4Gb"}, "max_memory[0]", "bits"), ({0: 1.5}, "max_memory[0]", "an integer number"),
+    ({0: None}, "max_memory[0]", "not a size"), ({0: True}, "max_memory[0]", "not a size"),
+])  # fmt: skip
 def test_what_cannot_be_followed_is_refused_by_name(given_map, field, word):
-    with pytest.raises(RequestError) as caught:
-        read_max_memory(given_map)
-    assert caught.value.field == field and word in str(caught.value)
+    error = refused(read_max_memory, given_map)
+    assert error.field == field and word in str(error)
 
 
-@pytest.mark.parametrize(
-    ("others", "field"),
-    [({"gpu_memory_bytes": GIB}, "max_memory"), ({"device": "cpu"}, "max_memory"), ({"device": "cuda:1"}, "max_memory")],
-)
+@pytest.mark.parametrize(("others", "field"), [
+    ({"gpu_memory_bytes": GIB}, "max_memory"), ({"device": "cpu"}, "max_memory"), ({"device": "cuda:1"}, "max_memory"),
+])  # fmt: skip
 def test_a_budget_given_twice_is_refused(others, field):
     values = {"gpu_memory_bytes": None, "host_memory_bytes": None, "device": "auto"} | others
-    with pytest.raises(RequestError) as caught:
-        merged_budgets({0: "4GiB"}, **values)
-    assert caught.value.field == field
+    assert refused(merged_budgets, {0: "4GiB"}, **values).field == field
     with pytest.raises(RequestError):
         merged_budgets({0: GIB, "cpu": GIB}, gpu_memory_bytes=None, host_memory_bytes=GIB, device="auto")
     with pytest.raises(RequestError):
@@ -277,9 +239,8 @@ def test_a_budget_given_twice_is_refused(others, field):
 @pytest.mark.parametrize("none", [0, "0", "0GB", " 0.0 GiB"])
 def test_a_gpu_that_is_given_nothing_is_left_out_by_the_user(none):
     """accelerate's way to skip a GPU: which one is meant stays the user's decision."""
-    with pytest.raises(RequestError, match="Omit a GPU that is not used") as caught:
-        read_max_memory({0: none, 1: "8GiB"})
-    assert caught.value.field == "max_memory[0]"
+    error = refused(read_max_memory, {0: none, 1: "8GiB"}, match="Omit a GPU that is not used")
+    assert error.field == "max_memory[0]"
     assert read_max_memory({1: "8GiB"}).device == "cuda:1"
 
 
@@ -304,8 +265,7 @@ def test_any_mapping_gives_budgets_above_zero_or_a_named_error(given_map):
 def test_plan_takes_it_as_an_argument_as_a_flag_and_as_a_file(tmp_path, capsys):
     asked = {0: "4GiB", "cpu": "16GiB", "disk": "1GiB"}
     plan = trimtab.plan(BASE, card="T4", max_memory=asked)
-    assert (plan.gpu_budget_bytes, plan.host_budget_bytes) == (4 * GIB, 16 * GIB)
-    assert plan.request.disk_memory_bytes == GIB
+    assert (plan.gpu_budget_bytes, plan.host_budget_bytes) == (4 * GIB, 16 * GIB) and plan.request.disk_memory_bytes == GIB
     file = tmp_path / "memory.json"
     file.write_text(json.dumps(asked))
     for given_flag in (json.dumps(asked), str(file)):
@@ -313,18 +273,13 @@ def test_plan_takes_it_as_an_argument_as_a_flag_and_as_a_file(tmp_path, capsys):
         assert json.loads(capsys.readouterr().out)["gpu_budget_bytes"] == 4 * GIB
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("{", "is not JSON"), ('{"0": "4GiB", "0": "5GiB"}', "one key twice"), ("nowhere.json", "cannot be read"),
-        ('{"0": "4GiB", "1": "4GiB"}', "names 2 GPUs"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "word"), [
+    ("{", "is not JSON"), ('{"0": "4GiB", "0": "5GiB"}', "one key twice"), ("nowhere.json", "cannot be read"),
+    ('{"0": "4GiB", "1": "4GiB"}', "names 2 GPUs"),
+])  # fmt: skip
 def test_a_flag_that_cannot_be_read_names_itself(text, word):
     options = cli.parser().parse_args(["plan", BASE, "--max-memory", text])
-    with pytest.raises(RequestError, match=word) as caught:
-        load_request(options)
-    assert caught.value.field in ("--max-memory", "max_memory")
+    assert refused(load_request, options, match=word).field in ("--max-memory", "max_memory")
 
 
 def test_the_disk_budget_bounds_what_is_spilled():
@@ -335,9 +290,7 @@ def test_the_disk_budget_bounds_what_is_spilled():
 
 def test_a_card_that_is_no_name_is_refused_by_its_own_field():
     for options in ({}, {"max_memory": {0: "4GiB"}}):
-        with pytest.raises(RequestError) as caught:
-            trimtab.plan(BASE, card=8, **options)
-        assert caught.value.field == "card"
+        assert refused(trimtab.plan, BASE, card=8, **options).field == "card"
 
 
 @pytest.mark.parametrize(("given_map", "device"), [({"cpu": "8GiB"}, "cpu"), ({1: "4GiB", "cpu": "8GiB"}, "cuda:1")])

@@ -27,18 +27,15 @@ def test_every_module_is_in_exactly_one_block_and_every_byte_is_counted_once():
 
 def test_a_decoder_layer_moves_its_linears_and_keeps_its_norms():
     found = block(e_series("E2B"), "model.language_model.layers.0")
-    assert found.part == "language" and found.paid == "token"
-    assert found.allowed_tiers == ("resident", "stream", "disk", "host")
+    assert found.part == "language" and found.paid == "token" and found.allowed_tiers == ("resident", "stream", "disk", "host")
     assert len(found.leaves) == 9 and found.leaves[0].endswith("self_attn.q_proj")
     mlp = packed_bytes((6144, 1536), "nf4-dq", "bfloat16")
-    assert found.load_transient_bytes == mlp + 6144 * 1536 * 2
-    assert found.fixed_bytes == 2 * (1 + 256 + 256 + 4 * 1536 + 1536)
+    assert found.load_transient_bytes == mlp + 6144 * 1536 * 2 and found.fixed_bytes == 2 * (1 + 256 + 256 + 4 * 1536 + 1536)
 
 
 def test_a_block_buffer_is_the_packed_weights_with_each_part_aligned():
     found = block(e_series("E2B"), "model.language_model.layers.0")
-    assert 0 < found.buffer_bytes - found.movable_bytes < 4 * len(found.leaves) * 256
-    assert found.buffer_bytes % 256 == 0
+    assert 0 < found.buffer_bytes - found.movable_bytes < 4 * len(found.leaves) * 256 and found.buffer_bytes % 256 == 0
 
 
 def test_the_per_layer_table_can_be_gathered_and_nothing_else():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import trimtab
 from tests import pico
+from tests.raised import raised
 from tests.rules import each
 from trimtab.cli import main as cli
 from trimtab.demo.demo import FOLDER as DEMO
@@ -74,40 +75,32 @@ def test_a_card_with_eight_lanes_has_half_the_link_and_an_older_slot_half_of_tha
 # Names ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "title"),
-    [
-        ("RTX 4060 8GB", "GeForce RTX 4060 8GB"), ("rtx4060", "GeForce RTX 4060 8GB"),
-        ("NVIDIA GeForce RTX 4060 Laptop GPU", "GeForce RTX 4060 Laptop GPU 8GB"),
-        ("4060 notebook", "GeForce RTX 4060 Laptop GPU 8GB"), ("RTX 2060 Max-Q", "GeForce RTX 2060 Laptop GPU 6GB"),
-        ("rtx 4060ti 16 gb", "GeForce RTX 4060 Ti 16GB"), ("RTX 4070 Ti SUPER", "GeForce RTX 4070 Ti Super 16GB"),
-        ("Tesla T4", "T4 16GB"), ("NVIDIA L4", "L4 24GB"), ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
-        ("NVIDIA H100 80GB HBM3", "H100 80GB"), ("NVIDIA H100 PCIe", "H100 PCIe 80GB"), ("H200 141GB", "H200 141GB"),
-        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada 48GB"), ("GTX 1650 Super", "GeForce GTX 1650 Super 4GB"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "title"), [
+    ("RTX 4060 8GB", "GeForce RTX 4060 8GB"), ("rtx4060", "GeForce RTX 4060 8GB"),
+    ("NVIDIA GeForce RTX 4060 Laptop GPU", "GeForce RTX 4060 Laptop GPU 8GB"),
+    ("4060 notebook", "GeForce RTX 4060 Laptop GPU 8GB"), ("RTX 2060 Max-Q", "GeForce RTX 2060 Laptop GPU 6GB"),
+    ("rtx 4060ti 16 gb", "GeForce RTX 4060 Ti 16GB"), ("RTX 4070 Ti SUPER", "GeForce RTX 4070 Ti Super 16GB"),
+    ("Tesla T4", "T4 16GB"), ("NVIDIA L4", "L4 24GB"), ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+    ("NVIDIA H100 80GB HBM3", "H100 80GB"), ("NVIDIA H100 PCIe", "H100 PCIe 80GB"), ("H200 141GB", "H200 141GB"),
+    ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada 48GB"), ("GTX 1650 Super", "GeForce GTX 1650 Super 4GB"),
+])  # fmt: skip
 def test_a_card_is_found_as_people_and_drivers_write_it(text, title):
     assert card_of(text) == title
 
 
 def test_an_unknown_name_is_refused_with_near_names():
-    with pytest.raises(RequestError) as caught:
-        find_card("RTX 4061")
-    assert (caught.value.field, caught.value.value) == ("card", "RTX 4061")
-    assert "GeForce RTX 4060 8GB" in caught.value.near and "did you mean GeForce RTX 4060 8GB, " in str(caught.value)
-    assert "8GiB" in caught.value.hint and "card='list'" in caught.value.hint
+    error = raised(RequestError, find_card, "RTX 4061")
+    assert (error.field, error.value) == ("card", "RTX 4061")
+    assert "GeForce RTX 4060 8GB" in error.near and "did you mean GeForce RTX 4060 8GB, " in str(error)
+    assert "8GiB" in error.hint and "card='list'" in error.hint
 
 
 def test_a_size_that_the_card_was_not_made_with_is_refused_with_those_that_it_was():
-    with pytest.raises(RequestError) as caught:
-        find_card("RTX 3060 24GB")
-    assert {"GeForce RTX 3060 12GB", "GeForce RTX 3060 8GB"} <= set(caught.value.near)
+    assert {"GeForce RTX 3060 12GB", "GeForce RTX 3060 8GB"} <= set(raised(RequestError, find_card, "RTX 3060 24GB").near)
 
 
 def test_a_card_of_several_sizes_needs_its_size():
-    with pytest.raises(RequestError) as caught:
-        find_card("RTX 3060")
-    assert caught.value.allowed == ("GeForce RTX 3060 12GB", "GeForce RTX 3060 8GB")
+    assert raised(RequestError, find_card, "RTX 3060").allowed == ("GeForce RTX 3060 12GB", "GeForce RTX 3060 8GB")
 
 
 def test_a_bare_size_is_an_unknown_card_of_that_size():
@@ -118,9 +111,7 @@ def test_a_bare_size_is_an_unknown_card_of_that_size():
 
 @pytest.mark.parametrize("text", ["", "   ", "x" * 201, "0GiB", "RTX 4060 pcie 9.0 x8", "RTX 4060 pcie 4.0 x3"])
 def test_what_names_no_card_is_refused_by_field(text):
-    with pytest.raises(RequestError) as caught:
-        find_card(text)
-    assert caught.value.field == "card"
+    assert raised(RequestError, find_card, text).field == "card"
 
 
 @given(st.text(max_size=60))
@@ -185,18 +176,14 @@ def test_a_device_map_with_a_gpu_is_checked_on_a_machine_without_one():
     device_map = {"": 0, "model.vision_tower": "cpu", "model.audio_tower": "cpu"}
     plan = trimtab.plan(BASE, card="T4", device_map=device_map)
     assert plan.tier_of("model.vision_tower.encoder.layers.0") == "stream"
-    with pytest.raises(RequestError) as caught:
-        trimtab.plan(BASE, card="T4", device_map=device_map | {"model.vision_towers": "cpu"})
-    assert caught.value.field == "device_map" and "model.vision_tower" in caught.value.near
-    with pytest.raises(RequestError) as caught:
-        trimtab.plan(BASE, card="T4", device_map={"": 1})
-    assert caught.value.allowed == ("cuda:0", "cpu", "disk")
+    error = raised(RequestError, trimtab.plan, BASE, card="T4", device_map=device_map | {"model.vision_towers": "cpu"})
+    assert error.field == "device_map" and "model.vision_tower" in error.near
+    assert raised(RequestError, trimtab.plan, BASE, card="T4", device_map={"": 1}).allowed == ("cuda:0", "cpu", "disk")
 
 
 def test_a_card_and_the_cpu_as_device_contradict_each_other():
-    with pytest.raises(RequestError) as caught:
-        trimtab.plan(BASE, card="T4", device="cpu")
-    assert (caught.value.field, caught.value.value) == ("device", "cpu")
+    error = raised(RequestError, trimtab.plan, BASE, card="T4", device="cpu")
+    assert (error.field, error.value) == ("device", "cpu")
 
 
 def test_a_plan_for_a_card_that_is_not_here_is_not_loaded(tmp_path, capsys, monkeypatch):
@@ -204,45 +191,37 @@ def test_a_plan_for_a_card_that_is_not_here_is_not_loaded(tmp_path, capsys, monk
 
     monkeypatch.setattr(devices, "gpu_names", list)
     plan = trimtab.plan(BASE, card="RTX 4060 8GB")
-    with pytest.raises(DeviceError) as caught:
-        trimtab.load(plan)
-    assert caught.value.device == "cuda:0"
-    assert "GeForce RTX 4060 8GB, which is not here: this machine has no GPU" in str(caught.value)
+    error = raised(DeviceError, trimtab.load, plan)
+    assert error.device == "cuda:0"
+    assert "GeForce RTX 4060 8GB, which is not here: this machine has no GPU" in str(error)
     plan.save(tmp_path / "plan.json")
     assert cli.main(["run", str(tmp_path / "plan.json"), "Hello"]) == 6
     assert "which is not here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "total_gib", "is_here"),
-    [
-        ("NVIDIA GeForce RTX 4060", 7.996, True), ("NVIDIA GeForce RTX 4060 Laptop GPU", 7.996, False),
-        ("NVIDIA GeForce RTX 4060 Ti", 7.996, False), ("NVIDIA GeForce RTX 4060", 15.99, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "total_gib", "is_here"), [
+    ("NVIDIA GeForce RTX 4060", 7.996, True), ("NVIDIA GeForce RTX 4060 Laptop GPU", 7.996, False),
+    ("NVIDIA GeForce RTX 4060 Ti", 7.996, False), ("NVIDIA GeForce RTX 4060", 15.99, False),
+])  # fmt: skip
 def test_the_card_is_known_by_its_name_and_its_memory(name, total_gib, is_here):
     card = find_card("RTX 4060 8GB")
     here = [("NVIDIA T1000", GIB), (name, int(total_gib * GIB))]
     if is_here:
         check_here(card, here, "cuda:1")
         return
-    with pytest.raises(DeviceError) as caught:
-        check_here(card, here, "cuda:1")
-    assert name in str(caught.value)
+    assert name in str(raised(DeviceError, check_here, card, here, "cuda:1"))
 
 
 def test_a_plan_runs_on_the_card_that_it_names_and_on_no_other():
     card, here = find_card("RTX 4060 8GB"), [("NVIDIA T1000", GIB), ("NVIDIA GeForce RTX 4060", 8 * GIB)]
-    with pytest.raises(DeviceError, match="cuda:0 is NVIDIA T1000; that card is cuda:1") as caught:
-        check_here(card, here, "cuda:0")
-    assert "CUDA_VISIBLE_DEVICES=1" in caught.value.hint
+    error = raised(DeviceError, check_here, card, here, "cuda:0", match="cuda:0 is NVIDIA T1000; that card is cuda:1")
+    assert "CUDA_VISIBLE_DEVICES=1" in error.hint
     check_here(card, here, "cuda:1")
 
 
 def test_a_budget_larger_than_its_card_is_refused(capsys):
-    with pytest.raises(RequestError) as caught:
-        trimtab.plan(BASE, card="8GiB", gpu_memory="24GiB")
-    assert caught.value.field == "gpu_memory" and "8.00 GiB" in str(caught.value)
+    error = raised(RequestError, trimtab.plan, BASE, card="8GiB", gpu_memory="24GiB")
+    assert error.field == "gpu_memory" and "8.00 GiB" in str(error)
     with pytest.raises(RequestError, match="max_memory"):
         trimtab.plan(BASE, card="RTX 4060 8GB", max_memory={0: "24GiB"})
     assert trimtab.plan(BASE, card="8GiB", gpu_memory="6GiB").gpu_budget_bytes == 6 * GIB
@@ -259,9 +238,8 @@ def test_a_card_that_is_full_of_other_programs_is_refused_before_anything_is_rea
     if is_enough:
         devices.check_room(plan)
         return
-    with pytest.raises(DeviceError, match="are free") as caught:
-        devices.check_room(plan)
-    assert caught.value.planned_bytes == plan.gpu_needed_bytes and "gpu_memory='" in caught.value.hint
+    error = raised(DeviceError, devices.check_room, plan, match="are free")
+    assert error.planned_bytes == plan.gpu_needed_bytes and "gpu_memory='" in error.hint
 
 
 @pytest.mark.parametrize(("platform", "is_asked"), [("win32", True), ("linux", False)])
@@ -306,16 +284,13 @@ def test_options_read_the_model_once(monkeypatch, tmp_path):
     assert len(options) > 4 and (len(seen), len(asked)) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    ("card", "names"),
-    [
-        ("RTX 4060 8GB", ["GeForce RTX 4070 12GB", "GeForce RTX 4060 Ti 16GB"]),
-        ("RTX 4060 laptop", ["GeForce RTX 4080 Laptop GPU 12GB", "GeForce RTX 4090 Laptop GPU 16GB"]),
-        ("8GiB", ["10GiB", "12GiB"]),
-        ("300MiB", ["1GiB", "2GiB"]), ("2GiB", ["3GiB", "4GiB"]),
-        ("B200", []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("card", "names"), [
+    ("RTX 4060 8GB", ["GeForce RTX 4070 12GB", "GeForce RTX 4060 Ti 16GB"]),
+    ("RTX 4060 laptop", ["GeForce RTX 4080 Laptop GPU 12GB", "GeForce RTX 4090 Laptop GPU 16GB"]),
+    ("8GiB", ["10GiB", "12GiB"]),
+    ("300MiB", ["1GiB", "2GiB"]), ("2GiB", ["3GiB", "4GiB"]),
+    ("B200", []),
+])  # fmt: skip
 def test_the_next_larger_cards_are_no_older_and_of_the_same_kind(card, names):
     assert larger_cards(find_card(card))[:2] == names
 
@@ -376,8 +351,7 @@ def test_a_pool_of_tokens_is_offered_where_rows_share_one(e4b, capsys, tries_onl
     tries_only("kv_tokens=")
     asked = ["plan", str(e4b), "--card", "4GiB", "--batch", "32", "--context", "32768"]
     assert cli.main(asked) == 4
-    said = capsys.readouterr().err
-    assert "with --kv-tokens 32768, which helps most, it fits this one" in said
+    assert "with --kv-tokens 32768, which helps most, it fits this one" in capsys.readouterr().err
     assert cli.main([*asked, "--kv-tokens", "32768"]) == 0
     capsys.readouterr()
     assert cli.main([*asked, "--options", "--json"]) == 4
@@ -400,8 +374,7 @@ def test_pools_go_down_to_one_context(batch, given, sizes):
 def test_both_rates_of_an_eight_bit_head_are_marked_as_estimates(e4b):
     plan = trimtab.plan(e4b, card="RTX 3050 laptop 4GB", host_memory="16GiB")
     assert plan.execution.head == "int8"
-    text = str(plan)
-    assert re.search(r"~\d+ tokens/s instead of ~\d+ tokens/s predicted", " ".join(text.split()))
+    assert re.search(r"~\d+ tokens/s instead of ~\d+ tokens/s predicted", " ".join(str(plan).split()))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -432,9 +405,7 @@ def test_of_images_and_rows_the_most_is_named_that_fits_by_halving(e4b, tries_on
     tries_only("images=", "batch=")
     for name, count in (("images", 500), ("batch", 400)):
         options = {"card": E4B_CARD, "host_memory": "16GiB", name: count}
-        with pytest.raises(DoesNotFitError) as caught:
-            trimtab.plan(e4b, **options)
-        named = int(re.fullmatch(rf"{name}=(\d+)", caught.value.option)[1])
+        named = int(re.fullmatch(rf"{name}=(\d+)", raised(DoesNotFitError, trimtab.plan, e4b, **options).option)[1])
         assert 1 < named < count
         trimtab.plan(e4b, **options | {name: named})
         larger = next(size for size in (count // 2**power for power in range(10, -1, -1)) if size > named)
@@ -444,15 +415,12 @@ def test_of_images_and_rows_the_most_is_named_that_fits_by_halving(e4b, tries_on
 
 @pytest.mark.parametrize("name", ["foo", "RX 7900 XTX", "M2 Max", "M3 Max"])
 def test_a_name_that_is_no_nvidia_card_resembles_none_and_is_told_what_lists_them(name):
-    with pytest.raises(RequestError, match="Only NVIDIA cards have profiles") as caught:
-        find_card(name)
-    assert caught.value.near == () and "card='list'" in caught.value.hint
+    error = raised(RequestError, find_card, name, match="Only NVIDIA cards have profiles")
+    assert error.near == () and "card='list'" in error.hint
 
 
 def test_digits_that_changed_places_come_first():
-    with pytest.raises(RequestError) as caught:
-        find_card("RTX 4006")
-    assert caught.value.near[0] == "GeForce RTX 4060 8GB"
+    assert raised(RequestError, find_card, "RTX 4006").near[0] == "GeForce RTX 4060 8GB"
 
 
 def test_the_list_of_cards_has_every_name_as_it_is_taken():
@@ -543,9 +511,7 @@ def test_the_command_plans_for_a_card(capsys):
 
 @pytest.mark.parametrize("change", [{"memory_mib": "much"}, {"extra": 1}, {"estimated": 1}, {"name": None}, {"tflops": True}])
 def test_a_changed_profile_in_a_plan_file_is_refused(change):
-    with pytest.raises(RequestError) as caught:
-        Card.from_json(find_card("T4").to_json() | change)
-    assert caught.value.field.startswith("plan.card")
+    assert raised(RequestError, lambda: Card.from_json(find_card("T4").to_json() | change)).field.startswith("plan.card")
 
 
 def test_a_plan_is_chosen_by_the_link_that_the_card_has():
@@ -553,8 +519,7 @@ def test_a_plan_is_chosen_by_the_link_that_the_card_has():
     options = {"place": {"model.language_model.layers.*": "stream"}}
     fast, slow = (trimtab.plan(BASE, card=f"RTX 4060 pcie {link}", **options) for link in ("4.0 x8", "3.0 x4"))
     assert slow.rates == replace(fast.rates, pinned_h2d_Bps=slow.rates.pinned_h2d_Bps, pageable_h2d_Bps=slow.rates.pageable_h2d_Bps)
-    assert fast.rates.pinned_h2d_Bps == pytest.approx(4 * slow.rates.pinned_h2d_Bps)
-    assert slow.token_s > fast.token_s
+    assert fast.rates.pinned_h2d_Bps == pytest.approx(4 * slow.rates.pinned_h2d_Bps) and slow.token_s > fast.token_s
 
 
 def test_the_whole_decoder_of_e4b_fits_a_card_whose_driver_takes_less():

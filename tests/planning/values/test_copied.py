@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning.values.test_execution import E4B, GIB, card, off_device, plan, with_int8_head
+from tests.raised import raised
 from trimtab.errors import DoesNotFitError
 from trimtab.planning.values.blocks import Choice, Item, blocks_of
 from trimtab.planning.values.blocks import _pieces_of as pieces_of
@@ -63,8 +64,7 @@ def test_modules_that_are_listed_in_another_order_are_together_all_the_same():
 
 def test_the_experts_of_a_layer_are_one_piece():
     experts = [Weight("layers.0.mlp.experts", (4, 20, 10)), Weight("layers.0.mlp.experts", (4, 10, 10))]
-    assert pieces_of([*ATTENTION, *experts])[-1] == ("layers.0.mlp.experts",)
-    assert pieces_of([]) == ()
+    assert pieces_of([*ATTENTION, *experts])[-1] == ("layers.0.mlp.experts",) and pieces_of([]) == ()
 
 
 def test_every_layer_of_the_real_size_has_three_pieces_that_fill_its_buffer():
@@ -202,8 +202,7 @@ def test_blocks_that_are_no_more_than_the_buffers_are_not_copied_again(slots):
 def test_buffers_bound_how_far_the_link_works_ahead():
     """Side by side the link is idle before the first copied layer; spread over the step it is not."""
     side_by_side = [*[Stage(1.0)] * 10, *[Stage(1.0, 4)] * 4]
-    assert pipeline_s(side_by_side, link_Bps=1, slots=2) == 11 + 4 * 4
-    assert pipeline_s(side_by_side, link_Bps=1, slots=4) == 14
+    assert pipeline_s(side_by_side, link_Bps=1, slots=2) == 11 + 4 * 4 and pipeline_s(side_by_side, link_Bps=1, slots=4) == 14
     spread = [one for _ in range(4) for one in (Stage(1.0, 4), *[Stage(1.0)] * 2)] + [Stage(1.0)] * 2
     assert pipeline_s(spread, link_Bps=1, slots=2) == 1 + 4 * 4
 
@@ -263,8 +262,7 @@ def side_by_side(first: int, count: int) -> list[Choice]:
 
 
 def seconds(chosen) -> float:
-    stages = [Stage(1e-3, choice.staged_bytes) for choice in chosen]
-    return pipeline_s(stages, link_Bps=40e9, slots=2)
+    return pipeline_s([Stage(1e-3, choice.staged_bytes) for choice in chosen], link_Bps=40e9, slots=2)
 
 
 def freed(chosen) -> int:
@@ -306,9 +304,7 @@ def test_one_buffer_is_chosen_where_the_copies_of_a_step_fit_behind_it():
 
 
 def test_one_buffer_is_taken_where_two_do_not_fit():
-    with pytest.raises(DoesNotFitError) as refused:
-        plan(8, decode="fused", gpu_memory_bytes=int(2.3 * GIB), is_advised=False)
-    least = refused.value.needed_bytes
+    least = raised(DoesNotFitError, plan, 8, decode="fused", gpu_memory_bytes=int(2.3 * GIB), is_advised=False).needed_bytes
     made = plan(8, decode="fused", gpu_memory_bytes=least)
     assert made.staging_slots == 1 and made.gpu_needed_bytes <= least
     assert made.gpu["staging"] == max(row.host_bytes for row in made.placements if row.tier == "stream")

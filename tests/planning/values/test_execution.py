@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests import ROOT
 from tests.anatomies import e_series, with_int8_head
+from tests.raised import raised
 from trimtab.checkpoint.anatomy import KVLayer
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.planning import Machine, Plan, Rates, make_plan
@@ -65,16 +66,13 @@ def test_steps_are_fused_where_model_card_and_format_allow_it():
     assert step.mode == "fused" and step.reason.startswith("its decoder is described: trimtab's kernels")
 
 
-@pytest.mark.parametrize(
-    ("changed", "asked", "machine", "mode", "why"),
-    [
-        ({"fused_unsupported": "its layers have experts"}, {}, {}, "graph", "no fused steps: its layers have experts"),
-        ({}, {}, {"capability": (7, 5)}, "graph", "compute capability 7.5; trimtab's kernels need 8.0"),
-        ({"capture_unsupported": "layer 3 keeps a state"}, {}, {}, "eager", "no graph steps: layer 3 keeps a state"),
-        ({}, {"decode": "eager"}, {}, "eager", "requested"),
-        ({}, {"decode": "graph"}, {}, "graph", "requested"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changed", "asked", "machine", "mode", "why"), [
+    ({"fused_unsupported": "its layers have experts"}, {}, {}, "graph", "no fused steps: its layers have experts"),
+    ({}, {}, {"capability": (7, 5)}, "graph", "compute capability 7.5; trimtab's kernels need 8.0"),
+    ({"capture_unsupported": "layer 3 keeps a state"}, {}, {}, "eager", "no graph steps: layer 3 keeps a state"),
+    ({}, {"decode": "eager"}, {}, "eager", "requested"),
+    ({}, {"decode": "graph"}, {}, "graph", "requested"),
+])  # fmt: skip
 def test_a_mode_that_cannot_be_had_is_left_with_its_reason(changed, asked, machine, mode, why):
     step = plan(anatomy=replace(E4B, **changed), machine=card(8, **machine), **asked).execution.step
     assert (step.mode, why in step.reason) == (mode, True)
@@ -82,10 +80,8 @@ def test_a_mode_that_cannot_be_had_is_left_with_its_reason(changed, asked, machi
 
 @pytest.mark.parametrize("decode", ["graph", "fused"])
 def test_a_mode_asked_for_by_name_that_cannot_be_had_is_an_error(decode):
-    with pytest.raises(RequestError) as caught:
-        plan(anatomy=replace(E4B, capture_unsupported="layer 3 keeps a state"), decode=decode)
-    assert (caught.value.field, caught.value.value) == ("decode", decode)
-    assert "layer 3 keeps a state" in str(caught.value)
+    error = raised(RequestError, lambda: plan(anatomy=replace(E4B, capture_unsupported="layer 3 keeps a state"), decode=decode))
+    assert (error.field, error.value) == ("decode", decode) and "layer 3 keeps a state" in str(error)
 
 
 def test_graphs_need_a_gpu():
@@ -104,9 +100,8 @@ def test_the_cpu_takes_no_part_in_captured_steps():
 def test_a_decoder_placed_on_the_host_by_hand_runs_eagerly_and_says_why():
     step = plan(place={"language": "host"}).execution.step
     assert step.mode == "eager" and "the CPU takes part in every step" in step.reason
-    with pytest.raises(RequestError, match="the CPU takes part in every step") as caught:
-        plan(place={"language": "host"}, decode="fused")
-    assert caught.value.allowed == ("auto", "eager")  # no captured step is had with that placement
+    error = raised(RequestError, plan, place={"language": "host"}, decode="fused", match="the CPU takes part in every step")
+    assert error.allowed == ("auto", "eager")  # no captured step is had with that placement
 
 
 def test_unsupported_reasons_name_what_stands_in_the_way():
@@ -246,34 +241,28 @@ def test_a_small_card_streams_little(gib, head, least):
 
 def test_eight_bits_keep_the_decoder_on_a_card_of_4_gib():
     whole, chosen = plan(4), plan(4, head="auto")
-    assert off_device(whole) and not off_device(chosen)
-    assert (chosen.execution.head, chosen.request.head) == ("int8", "int8")
+    assert off_device(whole) and not off_device(chosen) and (chosen.execution.head, chosen.request.head) == ("int8", "int8")
     assert "more decoder blocks" in chosen.execution.head_reason and "KL" in chosen.execution.head_reason
     assert chosen.execution.tokens_per_s > 3 * whole.execution.tokens_per_s
 
 
-def test_the_head_stays_full_where_the_decoder_fits():
-    execution = plan(8, head="auto").execution
-    assert (execution.head, execution.head_reason) == ("full", "the whole decoder stays on the device")
-
-
-def test_an_adapter_on_the_head_forces_the_full_one():
-    execution = plan(4, head="auto", refused="adapter a changes lm_head").execution
-    assert (execution.head, execution.head_reason) == ("full", "adapter a changes lm_head")
+@pytest.mark.parametrize("gpu, refused, reason", [
+    (8, None, "the whole decoder stays on the device"), (4, "adapter a changes lm_head", "adapter a changes lm_head"),
+], ids=["the decoder fits", "an adapter on the head"])  # fmt: skip
+def test_the_head_stays_full(gpu, refused, reason):
+    execution = plan(gpu, head="auto", **({"refused": refused} if refused else {})).execution
+    assert (execution.head, execution.head_reason) == ("full", reason)
 
 
 def test_a_head_asked_for_is_taken():
     assert plan(4, head="full").execution.head == "full"
 
 
-@pytest.mark.parametrize(
-    ("machine", "anatomy", "why"),
-    [
-        ({"capability": (7, 5)}, E4B, "its kernel needs compute capability 8.0, the card has 7.5"),
-        ({}, replace(E4B, dtype="float16"), "its kernel computes in bfloat16, the model in float16"),
-        ({}, replace(E4B, dtype="float32"), "its kernel computes in bfloat16, the model in float32"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("machine", "anatomy", "why"), [
+    ({"capability": (7, 5)}, E4B, "its kernel needs compute capability 8.0, the card has 7.5"),
+    ({}, replace(E4B, dtype="float16"), "its kernel computes in bfloat16, the model in float16"),
+    ({}, replace(E4B, dtype="float32"), "its kernel computes in bfloat16, the model in float32"),
+])  # fmt: skip
 def test_the_plan_takes_eight_bits_only_where_their_kernel_runs(machine, anatomy, why):
     execution = plan(4, head="auto", machine=card(4, **machine), anatomy=anatomy).execution
     assert (execution.head, execution.head_reason) == ("full", f"8 bits would be computed by torch: {why}")
@@ -307,8 +296,7 @@ def test_eight_bits_without_their_kernel_are_the_last_resort_of_a_head_left_to_t
     with pytest.raises(DoesNotFitError):
         plan(2, head="full")
     made = plan(2, head="auto", machine=card(2, capability=(7, 5)))
-    assert made.execution.head == "int8"
-    assert "the full head does not fit" in made.execution.head_reason
+    assert made.execution.head == "int8" and "the full head does not fit" in made.execution.head_reason
     assert "its kernel needs compute capability 8.0" in made.execution.head_reason
 
 
@@ -372,9 +360,8 @@ def test_a_prompt_that_is_cut_enters_layers_that_share_keys_once():
 
 
 def test_of_the_changes_that_fit_the_one_with_the_fastest_answers_is_named():
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(2.2, head="full")
-    assert (caught.value.option, caught.value.option_bytes) == ("head='int8'", 0)
+    error = raised(DoesNotFitError, plan, 2.2, head="full")
+    assert (error.option, error.option_bytes) == ("head='int8'", 0)
     whole = with_int8_head(E4B)
     assert plan(2.2, head="int8", anatomy=whole).execution.tokens_per_s > (
         plan(2.2, head="full", context_tokens=512).execution.tokens_per_s
@@ -389,28 +376,23 @@ def test_the_budget_that_an_error_names_is_the_smallest_of_all_ways_to_run(asked
         request = LoadRequest(model="m", quant="nf4-dq", gpu_memory_bytes=budget_bytes, **asked)
         return make_plan(request, E4B, adapters=ADAPTER, machine=card(80), rates=H200, is_advised=False)
 
-    with pytest.raises(DoesNotFitError) as caught:
-        made(GIB)
-    assert made(caught.value.needed_bytes).gpu_needed_bytes <= caught.value.needed_bytes
+    error = raised(DoesNotFitError, made, GIB)
+    assert made(error.needed_bytes).gpu_needed_bytes <= error.needed_bytes
     for fewer in (1, 100 * MIB, 400 * MIB):
         with pytest.raises(DoesNotFitError):
-            made(caught.value.needed_bytes - fewer)
+            made(error.needed_bytes - fewer)
 
 
-@pytest.mark.parametrize(
-    ("gib", "asked"),
-    [
-        (0.9, {"head": "auto"}),
-        pytest.param(1.2, {"head": "full", "batch": 4}, marks=pytest.mark.slow),
-        pytest.param(2.0, {"head": "full", "context_tokens": 131072}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("gib", "asked"), [
+    (0.9, {"head": "auto"}),
+    pytest.param(1.2, {"head": "full", "batch": 4}, marks=pytest.mark.slow),
+    pytest.param(2.0, {"head": "full", "context_tokens": 131072}, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_named_changes_fit_and_no_smaller_ones_do(gib, asked):
     from trimtab.planning.options import _smaller
 
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(gib, **asked)
-    values = dict(part.split("=") for part in caught.value.option.split(" and "))
+    error = raised(DoesNotFitError, plan, gib, **asked)
+    values = dict(part.split("=") for part in error.option.split(" and "))
     changed = asked | {"context_tokens" if name == "context" else name: ast.literal_eval(value) for name, value in values.items()}
     kinds = {what: tries for tries in _smaller(LoadRequest(model="m", quant="nf4-dq", **asked), E4B) for what, _ in tries}
 
@@ -420,8 +402,8 @@ def test_the_named_changes_fit_and_no_smaller_ones_do(gib, asked):
         except DoesNotFitError:
             return False
 
-    assert is_enough(changed) and caught.value.option_bytes == 0
-    for part in caught.value.option.split(" and "):
+    assert is_enough(changed) and error.option_bytes == 0
+    for part in error.option.split(" and "):
         place = [what for what, _ in kinds[part]].index(part)
         name = "context_tokens" if part.startswith("context") else part.partition("=")[0]
         before = asked.get(name, 4096) if place == 0 else getattr(kinds[part][place - 1][1], name)
@@ -429,9 +411,8 @@ def test_the_named_changes_fit_and_no_smaller_ones_do(gib, asked):
 
 
 def test_a_prefix_cache_that_the_host_has_no_room_for_is_named():
-    with pytest.raises(DoesNotFitError) as caught:
-        plan(8, prefix_cache_bytes=200 * GIB)
-    assert (caught.value.device, caught.value.option) == ("host", "no prefix cache")
+    error = raised(DoesNotFitError, plan, 8, prefix_cache_bytes=200 * GIB)
+    assert (error.device, error.option) == ("host", "no prefix cache")
 
 
 @pytest.mark.parametrize("kv, value_bytes, scale_bytes", [("full", 2, 0), ("int8", 1, 4)])
@@ -441,8 +422,7 @@ def test_sliding_windows_are_counted_for_every_row_beside_pages(kv, value_bytes,
     head, wide = 256 * value_bytes + scale_bytes, 512 * value_bytes + scale_bytes
     windows = 33 * 20 * 2 * 2 * 512 * head  # 32 rows and a prompt's; 20 layers; keys and values; 2 heads; 512 places
     token = 4 * 2 * 2 * wide
-    assert pages.gpu["kv_cache"] == (20480 + 2 * 64) * token + windows
-    assert whole.gpu["kv_cache"] == 33 * 4096 * token + windows
+    assert pages.gpu["kv_cache"] == (20480 + 2 * 64) * token + windows and whole.gpu["kv_cache"] == 33 * 4096 * token + windows
     if kv == "full":
         results = json.loads((ROOT / "bench/results/kv_pages.json").read_text(encoding="utf-8"))
         held = {row["layout"]: row["held"] for row in results["rows"] if row["what"] == "bytes"}
@@ -553,9 +533,7 @@ def test_longer_sounds_and_more_pictures_need_more_buffers():
 def test_towers_of_a_saved_plan_are_checked():
     values = json.loads(json.dumps(plan(8).to_json()))
     values["execution"]["towers"]["mode"] = "fused"
-    with pytest.raises(RequestError) as caught:
-        Plan.from_json(values)
-    assert caught.value.field == "plan.execution.towers.mode"
+    assert raised(RequestError, Plan.from_json, values).field == "plan.execution.towers.mode"
     values["execution"]["towers"] = None
     assert Plan.from_json(values).execution.towers is None
 
@@ -565,16 +543,14 @@ def test_an_execution_comes_back_equal_and_foreign_ones_are_refused():
     values = json.loads(json.dumps(made.to_json()))
     assert Plan.from_json(values) == made
     values["execution"]["step"]["mode"] = "warp"
-    with pytest.raises(RequestError) as caught:
-        Plan.from_json(values)
-    assert caught.value.field == "plan.execution.step.mode" and caught.value.value == "warp"
+    error = raised(RequestError, Plan.from_json, values)
+    assert error.field == "plan.execution.step.mode" and error.value == "warp"
 
 
 def test_a_plan_of_an_older_release_is_refused_by_its_version():
     values = plan(8).to_json() | {"version": 1}
-    with pytest.raises(RequestError) as caught:
-        Plan.from_json(values)
-    assert (caught.value.field, caught.value.value) == ("plan.version", 1)
+    error = raised(RequestError, Plan.from_json, values)
+    assert (error.field, error.value) == ("plan.version", 1)
 
 
 def test_a_plan_of_several_rows_counts_what_prompts_in_progress_hold_where_none_is_captured():

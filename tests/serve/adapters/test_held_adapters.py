@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 import trimtab
+from tests.raised import raised
 from trimtab.api import plan_request
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.lora import layers as lora
@@ -117,9 +118,8 @@ def test_beyond_the_hosts_budget_an_adapter_is_refused_by_name_before_it_is_read
 def test_a_model_refuses_an_adapter_without_room_before_it_is_read(model, monkeypatch):
     monkeypatch.setattr(type(model), "free_adapter_bytes", lambda self: 1000)
     monkeypatch.setattr(type(model), "read_adapter", lambda self, path: pytest.fail("read"))
-    with pytest.raises(DoesNotFitError) as caught:
-        model.load_adapter("style", STYLE)
-    assert caught.value.block == "adapter style" and caught.value.needed_bytes > caught.value.budget_bytes == 1000
+    error = raised(DoesNotFitError, model.load_adapter, "style", STYLE)
+    assert error.block == "adapter style" and error.needed_bytes > error.budget_bytes == 1000
 
 
 def test_files_that_have_changed_are_read_again(shelf, copy):

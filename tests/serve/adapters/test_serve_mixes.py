@@ -5,6 +5,7 @@ import torch
 
 import trimtab
 from tests import pico
+from tests.raised import raised, refused
 from tests.serve.worker.test_serve_engine import LOOK, PATHS, ask, run
 from tests.serving import MockPool, words
 from trimtab.adapter_names import check_mix, is_mix, mix_name, parse_mix, parts_of, weights_of
@@ -37,17 +38,12 @@ def test_a_mix_has_one_name_whatever_its_order():
     assert check_mix({"a": 1.0}, field="adapter") == "a" and check_mix({"a": 0.5}, field="adapter") == "a:0.5"
 
 
-@pytest.mark.parametrize(
-    ("weights", "words"),
-    [
-        ({}, "at least one"), ({f"a{n}": 1.0 for n in range(9)}, "at most 8"), ({"a": 0.0}, "weight of 0"),
-        ({"a": float("inf")}, "finite number"), ({"a": 1001.0}, "between -1000 and 1000"), ({"a b": 1.0}, "letters"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("weights", "words"), [
+    ({}, "at least one"), ({f"a{n}": 1.0 for n in range(9)}, "at most 8"), ({"a": 0.0}, "weight of 0"),
+    ({"a": float("inf")}, "finite number"), ({"a": 1001.0}, "between -1000 and 1000"), ({"a b": 1.0}, "letters"),
+])  # fmt: skip
 def test_what_is_no_mix_is_refused_by_name(weights, words):
-    with pytest.raises(RequestError, match=words) as caught:
-        check_mix(weights, field="adapter")
-    assert caught.value.field.startswith("adapter")
+    assert refused(check_mix, weights, field="adapter", match=words).field.startswith("adapter")
 
 
 @pytest.fixture
@@ -66,19 +62,15 @@ def test_a_models_name_may_hold_a_mix(pool):
     assert pool.resolve("b:1") == ("demo", "b") and pool.resolve("a+b") == ("demo", "a:1.0+b:0.5")
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "words"),
-    [
-        ("a:x", RequestError, "the weight of a is not a number"), ("a:0.5+a:0.5", RequestError, "names a twice"),
-        ("a:0.5+nobody:0.5", UnknownModelError, "nobody"), ("a:0.5+c:0.5", UnknownModelError, "c"),
-        ("a:0", RequestError, "weight of 0"), ("a:nan", RequestError, "finite number"), ("a:", RequestError, "not a number"),
-        ("nobody:0.5", UnknownModelError, "nobody:0.5"), ("demo:nobody:1", UnknownModelError, "demo:nobody:1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "kind", "words"), [
+    ("a:x", RequestError, "the weight of a is not a number"), ("a:0.5+a:0.5", RequestError, "names a twice"),
+    ("a:0.5+nobody:0.5", UnknownModelError, "nobody"), ("a:0.5+c:0.5", UnknownModelError, "c"),
+    ("a:0", RequestError, "weight of 0"), ("a:nan", RequestError, "finite number"), ("a:", RequestError, "not a number"),
+    ("nobody:0.5", UnknownModelError, "nobody:0.5"), ("demo:nobody:1", UnknownModelError, "demo:nobody:1"),
+])  # fmt: skip
 def test_a_wrong_mix_is_named(pool, name, kind, words):
-    with pytest.raises(kind, match=words) as caught:
-        pool.resolve(name)
-    assert type(caught.value) is kind and caught.value.field.startswith("model")
+    error = raised(kind, pool.resolve, name, match=words)
+    assert type(error) is kind and error.field.startswith("model")
 
 
 def chat(**fields):
@@ -91,9 +83,7 @@ def test_the_field_adapter_names_one_or_several(pool):
     assert voice_of(pool, chat(model="demo", adapter={"b": 1})) == ("demo", "b")  # what it says, not the served weight
     assert voice_of(pool, EmbeddingsRequest(model="demo", input="x", adapter="a:2")) == ("demo", "a:2.0")
     for wrong in ({"model": "a", "adapter": "b"}, {"model": "demo", "adapter": {"nobody": 1.0}}, {"model": "demo", "adapter": {}}):
-        with pytest.raises(RequestError) as caught:
-            voice_of(pool, chat(**wrong))
-        assert caught.value.field.startswith("adapter")
+        assert refused(voice_of, pool, chat(**wrong)).field.startswith("adapter")
 
 
 def test_a_request_with_a_mix_reaches_the_model_and_a_wrong_one_is_400():
@@ -232,8 +222,7 @@ def test_what_is_in_use_stays_and_the_oldest_mix_goes(loaded):
 
 def test_an_adapter_of_a_mix_that_is_in_use_is_not_unloaded(loaded):
     engine = engine_of(loaded, None)
-    told = []
-    scheduler = Scheduler(engine, told.append)
+    scheduler = Scheduler(engine, [].append)
     scheduler.submit(ask("1", prompt=IDS, adapter=MIX))
     assert scheduler.uses("a0") == scheduler.uses("a1") == 1 and scheduler.uses("a2") == 0
     while scheduler.turn():
@@ -248,13 +237,9 @@ def test_an_adapter_of_a_mix_that_is_in_use_is_not_unloaded(loaded):
 def test_a_mix_without_room_is_refused_before_it_waits(loaded, monkeypatch):
     engine = engine_of(loaded, None)
     monkeypatch.setattr(type(loaded), "free_adapter_bytes", lambda self: 10)
-    with pytest.raises(DoesNotFitError) as caught:
-        engine.begin(ask("1", prompt=IDS, adapter=MIX))
+    error = raised(DoesNotFitError, lambda: engine.begin(ask("1", prompt=IDS, adapter=MIX)))
     assert (
-        caught.value.budget_bytes
-        == 10
-        < caught.value.needed_bytes
-        == loaded.mixes.needed_bytes([engine.shelf._held[name] for name in WEIGHTS])
+        error.budget_bytes == 10 < error.needed_bytes == loaded.mixes.needed_bytes([engine.shelf._held[name] for name in WEIGHTS])
     )
 
 

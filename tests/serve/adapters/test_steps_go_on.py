@@ -191,8 +191,7 @@ def test_adapters_of_the_start_are_prepared_before_anybody_asks(monkeypatch):
     monkeypatch.setattr(AdapterQueue, "step", finished)
     running = Running(settings_of({"style": STYLE, "dora": DORA}, kept=["style"], resident_limit=2))
     assert done.wait(WAIT_S)
-    count = len(read)
-    assert count > 10
+    assert len(read) > 10
     shelf = running.worker.engine.shelf
     assert all(held in shelf.model._base_values for held in shelf.held)
     running.close()
@@ -264,8 +263,7 @@ def test_a_draining_worker_prepares_only_what_a_request_waits_for(slowly):
     slowly.may_begin.set()
     assert slowly.end_of("with it").kind == "done"
     log = list(slowly.log)
-    assert log.count("second") == PIECES
-    assert set(log[log.index("second") :]) == {"second", "step"}
+    assert log.count("second") == PIECES and set(log[log.index("second") :]) == {"second", "step"}
 
 
 def test_a_streamed_head_is_compared_though_another_block_takes_its_buffer_between_pieces(monkeypatch):

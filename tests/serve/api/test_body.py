@@ -15,6 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.raised import raised
 from tests.serve.http.test_app import CHAT, PNG, chat, error_of
 from tests.serving import MockPool, client, forever
 from tests.waiting import turns, until_async
@@ -37,10 +38,9 @@ def counted(pieces, **limits):
 
 
 def refusal(pieces, **limits):
-    with pytest.raises(RequestError) as caught:
-        counted(pieces, **limits)
-    assert caught.value.field == "body"
-    return caught.value
+    error = raised(RequestError, counted, pieces, **limits)
+    assert error.field == "body"
+    return error
 
 
 def depth_of(value):
@@ -93,9 +93,7 @@ def test_a_long_text_beyond_ascii_is_refused_where_media_may_be_large():
 def test_the_budget_is_one_for_all_bodies():
     budget = Budget(100)
     budget.take(60)
-    with pytest.raises(BodiesFullError) as caught:
-        budget.take(41)
-    assert caught.value.retry_after_s > 0
+    assert raised(BodiesFullError, budget.take, 41).retry_after_s > 0
     budget.give_back(60)
     budget.take(100)
 
@@ -191,8 +189,7 @@ def test_a_list_beyond_its_limit_is_refused_before_its_items_are_looked_at():
         ("/v1/responses", "input", 16, {}), ("/v1/chat/completions", "tools", 2, {"messages": CHAT["messages"]}),
         ("/v1/messages", "tools", 2, {"max_tokens": 1, "messages": CHAT["messages"]}),
     ):  # fmt: skip
-        body = {"model": "demo", field: [items] * (most + 1), **more}
-        answer = server.post(path, json=body)
+        answer = server.post(path, json={"model": "demo", field: [items] * (most + 1), **more})
         assert answer.status_code == 400 and f"has more than {most} " in answer.text, (path, answer.text)
 
 

@@ -123,8 +123,7 @@ def whole(engine):
 @pytest.mark.parametrize("tokens", [1, 2, 8, 20])
 def test_a_demanded_call_that_is_cut_is_no_text(engine, whole, tokens):
     for must_call, is_named in [("get_weather", True), ("", tokens > 8)]:
-        events = run(engine, job_of(tools=[WEATHER, NOW], must_call=must_call, tokens=tokens))
-        text, calls, finish = _calls_of(events)
+        text, calls, finish = _calls_of(run(engine, job_of(tools=[WEATHER, NOW], must_call=must_call, tokens=tokens)))
         assert (text, finish, len(calls)) == ("", "length", is_named)
         if must_call:
             assert whole.startswith(calls[0][1]) and whole != calls[0][1] and bool(calls[0][1]) == (tokens > 8)
@@ -237,8 +236,7 @@ def test_an_effort_turns_thinking_on_or_off_where_the_template_knows_that_alone(
     with_form("hermes")
     found = engine.inputs.make(job_of(template_kwargs={"reasoning_effort": effort})).token_ids
     expected = engine.inputs.make(job_of(template_kwargs={"enable_thinking": thinks})).token_ids
-    assert found == expected
-    assert (found == engine.inputs.make(job_of()).token_ids) != thinks
+    assert found == expected and (found == engine.inputs.make(job_of()).token_ids) != thinks
 
 
 # Prompts --------------------------------------------------------------------------------------------------------------

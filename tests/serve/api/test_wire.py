@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.raised import refused
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.api import schemas as wire
@@ -24,12 +25,6 @@ def completion(**fields):
     return wire.read(wire.CompletionRequest, json.dumps({**TEXT, **fields}).encode())
 
 
-def refused(make, **fields):
-    with pytest.raises(RequestError) as caught:
-        make(**fields)
-    return caught.value
-
-
 def jobs(asked, prompts=({"text": "a"},), limits=Limits(), context=100, most_jobs=96):  # noqa: B008
     return asking.jobs_of(asked, prompts, adapter=None, context_tokens=context, limits=limits, deadline_s=None, most_jobs=most_jobs)
 
@@ -38,79 +33,69 @@ def requested(**fields):
     return jobs(chat(**fields))[0].request
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"messages": []}, "messages: must have at least 1 item, has 0"),
-        ({"messages": [{"role": "robot", "content": "a"}]},
-         "messages[0].role: must be one of system, developer, user, assistant, tool"),
-        ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]},
-         "messages[0].content[0]: not supported: this type (its type must be one of text, image_url, input_audio)"),
-        ({"logit_bias": {"a": 5}}, "logit_bias.a: must be a token id"), ({"n": "2"}, "n: must be a valid integer"),
-        ({"temperature": 3}, "temperature: must be less than or equal to 2"),
-        ({"store": True}, "store: not supported: store (must be False; trimtab serve --lenient takes and ignores it)"),
-        ({"zoo": 1}, "zoo: not supported: zoo. This server refuses unknown fields; trimtab serve --lenient takes and ignores it"),
-        ({"temprature": 1}, "temprature: not supported: temprature (did you mean temperature?). This server refuses unknown "
-                            "fields; trimtab serve --lenient takes and ignores it"),
-        ({"model": None}, "model: must be a valid string"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fields, message", [
+    ({"messages": []}, "messages: must have at least 1 item, has 0"),
+    ({"messages": [{"role": "robot", "content": "a"}]},
+     "messages[0].role: must be one of system, developer, user, assistant, tool"),
+    ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]},
+     "messages[0].content[0]: not supported: this type (its type must be one of text, image_url, input_audio)"),
+    ({"logit_bias": {"a": 5}}, "logit_bias.a: must be a token id"), ({"n": "2"}, "n: must be a valid integer"),
+    ({"temperature": 3}, "temperature: must be less than or equal to 2"),
+    ({"store": True}, "store: not supported: store (must be False; trimtab serve --lenient takes and ignores it)"),
+    ({"zoo": 1}, "zoo: not supported: zoo. This server refuses unknown fields; trimtab serve --lenient takes and ignores it"),
+    ({"temprature": 1}, "temprature: not supported: temprature (did you mean temperature?). This server refuses unknown "
+                        "fields; trimtab serve --lenient takes and ignores it"),
+    ({"model": None}, "model: must be a valid string"),
+])  # fmt: skip
 def test_what_is_wrong_is_said_in_plain_words(fields, message):
     assert str(refused(chat, **fields)) == message
 
 
 def test_a_long_field_is_not_compared_with_those_that_there_are(monkeypatch):
     monkeypatch.setattr("trimtab.serve.api.schemas.near_names", lambda name, known: [name])
-    assert "did you mean" in str(refused(chat, **{"x" * 40: 1}))
-    assert "did you mean" not in str(refused(chat, **{"x" * 41: 1}))
+    assert "did you mean" in str(refused(chat, **{"x" * 40: 1})) and "did you mean" not in str(refused(chat, **{"x" * 41: 1}))
 
 
-@pytest.mark.parametrize(
-    "fields, field",
-    [
-        ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": True}, "max_tokens"),
-        ({"max_tokens": 2**31}, "max_tokens"), ({"n": 1.0}, "n"), ({"stream": 1}, "stream"), ({"stream": "true"}, "stream"),
-        ({"repetition_penalty": 1e-39}, "repetition_penalty"),
-        ({"temperature": -0.1}, "temperature"), ({"temperature": "1"}, "temperature"), ({"top_p": 0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"), ({"min_p": -1}, "min_p"), ({"top_k": -2}, "top_k"), ({"seed": 2**63}, "seed"),
-        ({"repetition_penalty": 0}, "repetition_penalty"), ({"presence_penalty": 2.1}, "presence_penalty"),
-        ({"frequency_penalty": False}, "frequency_penalty"), ({"logit_bias": {"1": 101}}, "logit_bias.1"),
-        ({"logit_bias": {"a": 5}}, "logit_bias.a"), ({"logit_bias": {"01": 5}}, "logit_bias.01"),
-        ({"logit_bias": {str(token): 0 for token in range(1025)}}, "logit_bias"), ({"logit_bias": {"1": True}}, "logit_bias.1"),
-        ({"stop": 5}, "stop"), ({"stop": ["a"] * 17}, "stop"), ({"stop": ["a", 5]}, "stop[1]"), ({"store": True}, "store"),
-        ({"modalities": ["audio"]}, "modalities[0]"), ({"tool_choice": "any"}, "tool_choice"), ({"tool_choice": 5}, "tool_choice"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice.function"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs.add_generation_prompt"),
-        ({"service_tier": "priority"}, "service_tier"), ({"messages": []}, "messages"), ({"model": ""}, "model"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "messages[0].tool_calls"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": 1, "format": "wav"}}]}]},
-         "messages[0].content[0].input_audio.data"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}}, "response_format.json_schema.name"),
-        ({"response_format": {"type": "grammar"}}, "response_format.type"),
-        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
-        ({"reasoning_effort": "extreme"}, "reasoning_effort"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fields, field", [
+    ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 2**31}, "max_tokens"), ({"n": 1.0}, "n"), ({"stream": 1}, "stream"), ({"stream": "true"}, "stream"),
+    ({"repetition_penalty": 1e-39}, "repetition_penalty"),
+    ({"temperature": -0.1}, "temperature"), ({"temperature": "1"}, "temperature"), ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"), ({"min_p": -1}, "min_p"), ({"top_k": -2}, "top_k"), ({"seed": 2**63}, "seed"),
+    ({"repetition_penalty": 0}, "repetition_penalty"), ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"frequency_penalty": False}, "frequency_penalty"), ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"logit_bias": {"a": 5}}, "logit_bias.a"), ({"logit_bias": {"01": 5}}, "logit_bias.01"),
+    ({"logit_bias": {str(token): 0 for token in range(1025)}}, "logit_bias"), ({"logit_bias": {"1": True}}, "logit_bias.1"),
+    ({"stop": 5}, "stop"), ({"stop": ["a"] * 17}, "stop"), ({"stop": ["a", 5]}, "stop[1]"), ({"store": True}, "store"),
+    ({"modalities": ["audio"]}, "modalities[0]"), ({"tool_choice": "any"}, "tool_choice"), ({"tool_choice": 5}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs.add_generation_prompt"),
+    ({"service_tier": "priority"}, "service_tier"), ({"messages": []}, "messages"), ({"model": ""}, "model"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": 1, "format": "wav"}}]}]},
+     "messages[0].content[0].input_audio.data"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}}, "response_format.json_schema.name"),
+    ({"response_format": {"type": "grammar"}}, "response_format.type"),
+    ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ({"reasoning_effort": "extreme"}, "reasoning_effort"),
+])  # fmt: skip
 def test_a_wrong_value_is_named_by_its_path(fields, field):
     assert refused(chat, **fields).field == field
 
 
-@pytest.mark.parametrize(
-    "fields, name",
-    [
-        ({"store": True}, "store"), ({"metadata": {"a": "b"}}, "metadata"), ({"service_tier": "priority"}, "service_tier"),
-        ({"functions": [{"name": "f"}]}, "functions"), ({"modalities": ["audio"]}, "modalities"),
-        ({"tools": [{"type": "web_search"}]}, "this type of tool"), ({"prediction": {}}, "prediction"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fields, name", [
+    ({"store": True}, "store"), ({"metadata": {"a": "b"}}, "metadata"), ({"service_tier": "priority"}, "service_tier"),
+    ({"functions": [{"name": "f"}]}, "functions"), ({"modalities": ["audio"]}, "modalities"),
+    ({"tools": [{"type": "web_search"}]}, "this type of tool"), ({"prediction": {}}, "prediction"),
+])  # fmt: skip
 def test_a_value_that_the_server_does_not_support_is_called_so(fields, name):
     assert f"not supported: {name}" in str(refused(chat, **fields))
 
@@ -141,37 +126,27 @@ def test_what_changes_nothing_is_taken():
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
 def test_numbers_that_json_has_not_are_refused(number):
     body = json.dumps({**CHAT, "temperature": 7}).replace("7", number)
-    with pytest.raises(RequestError) as caught:
-        wire.read(wire.ChatRequest, body.encode())
-    assert caught.value.field == "temperature"
+    assert refused(wire.read, wire.ChatRequest, body.encode()).field == "temperature"
 
 
-@pytest.mark.parametrize(
-    "prompt, expected",
-    [
-        ("a", [{"text": "a"}]), (["a", "b"], [{"text": "a"}, {"text": "b"}]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("prompt, expected", [
+    ("a", [{"text": "a"}]), (["a", "b"], [{"text": "a"}, {"text": "b"}]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]]),
+])  # fmt: skip
 def test_every_form_of_prompt_is_read(prompt, expected):
     assert asking.prompts_of(completion(prompt=prompt)) == expected
 
 
-@pytest.mark.parametrize(
-    "prompt, field",
-    [
-        ([1, "a"], "prompt[1]"), ([True], "prompt[0]"), ([[1], ["a"]], "prompt[1][0]"), ([-1], "prompt[0]"), ({}, "prompt"),
-        (5, "prompt"), ([2**31], "prompt[0]"), (["a", 1], "prompt[1]"), ([1.5], "prompt[0]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("prompt, field", [
+    ([1, "a"], "prompt[1]"), ([True], "prompt[0]"), ([[1], ["a"]], "prompt[1][0]"), ([-1], "prompt[0]"), ({}, "prompt"),
+    (5, "prompt"), ([2**31], "prompt[0]"), (["a", 1], "prompt[1]"), ([1.5], "prompt[0]"),
+])  # fmt: skip
 def test_a_prompt_of_no_form_is_refused_at_its_place(prompt, field):
     assert refused(completion, prompt=prompt).field == field
 
 
 @pytest.mark.parametrize("prompt, field", [("", "prompt"), ([], "prompt"), (["a", ""], "prompt[1]"), ([[]], "prompt")])
 def test_an_empty_prompt_is_refused(prompt, field):
-    with pytest.raises(RequestError) as caught:
-        asking.prompts_of(completion(prompt=prompt))
-    assert caught.value.field == field
+    assert refused(lambda: asking.prompts_of(completion(prompt=prompt))).field == field
 
 
 # To jobs --------------------------------------------------------------------------------------------------------------
@@ -242,18 +217,15 @@ def test_the_last_choices_seed_stays_within_its_numbers():
     assert [job.request.seed for job in jobs(chat(seed=2**63 - 1, n=2))] == [2**63 - 1, 0]
 
 
-@pytest.mark.parametrize(
-    "fields, limits, field",
-    [
-        ({"max_tokens": 11}, {"max_tokens": 10}, "max_tokens"), ({"n": 3}, {"n": 2}, "n"),
-        ({"top_logprobs": 1}, {}, "top_logprobs"), ({"logprobs": False, "top_logprobs": 0}, {}, "top_logprobs"),
-        ({"max_tokens": 1, "max_completion_tokens": 1}, {}, "max_completion_tokens"),
-        ({"response_format": {"type": "text", "json_schema": {"name": "a"}}}, {}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_object", "json_schema": {"name": "a"}}}, {}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"x": "y" * 50}}}},
-         {"schema_bytes": 50}, "response_format.json_schema.schema"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fields, limits, field", [
+    ({"max_tokens": 11}, {"max_tokens": 10}, "max_tokens"), ({"n": 3}, {"n": 2}, "n"),
+    ({"top_logprobs": 1}, {}, "top_logprobs"), ({"logprobs": False, "top_logprobs": 0}, {}, "top_logprobs"),
+    ({"max_tokens": 1, "max_completion_tokens": 1}, {}, "max_completion_tokens"),
+    ({"response_format": {"type": "text", "json_schema": {"name": "a"}}}, {}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_object", "json_schema": {"name": "a"}}}, {}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"x": "y" * 50}}}},
+     {"schema_bytes": 50}, "response_format.json_schema.schema"),
+])  # fmt: skip
 def test_what_is_beyond_the_limits_is_refused(fields, limits, field):
     assert refused(lambda: jobs(chat(**fields), limits=Limits(**limits))).field == field
 
@@ -262,9 +234,8 @@ def test_what_is_beyond_the_limits_is_refused(fields, limits, field):
 def test_a_schema_of_impossible_numbers_is_refused(number):
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"maximum": 7}}}
     body = json.dumps({**CHAT, "response_format": schema}).replace("7", number)
-    with pytest.raises(RequestError) as caught:
-        jobs(wire.read(wire.ChatRequest, body.encode()), limits=Limits(schema_bytes=1000))
-    assert caught.value.field.startswith("response_format.json_schema")
+    error = refused(lambda: jobs(wire.read(wire.ChatRequest, body.encode()), limits=Limits(schema_bytes=1000)))
+    assert error.field.startswith("response_format.json_schema")
 
 
 def test_a_schema_reaches_the_job():
@@ -292,9 +263,8 @@ def test_prompts_times_choices_are_limited():
 
 
 def test_more_messages_than_the_limit_are_refused():
-    with pytest.raises(RequestError) as caught:
-        asking.check_media(chat(messages=CHAT["messages"] * 3), takes=("text",), limits=Limits(messages=2))
-    assert caught.value.field == "messages"
+    error = refused(lambda: asking.check_media(chat(messages=CHAT["messages"] * 3), takes=("text",), limits=Limits(messages=2)))
+    assert error.field == "messages"
 
 
 def test_a_developer_is_the_system_of_the_template():

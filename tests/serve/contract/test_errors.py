@@ -93,19 +93,16 @@ def test_no_error_text_of_a_lower_layer_has_its_words_in_an_answer(as_failure):
         assert not FOREIGN.search(text), f"{where}: {FOREIGN.search(text)[0]!r} in {text}"
 
 
-@pytest.mark.parametrize(
-    "error, kept, left_out",
-    [
-        (
-            DoesNotFitError("no room", block=None, device="cuda:0", needed_bytes=9, budget_bytes=1, hint="Plan with batch=1"),
-            "no room", "batch",
-        ),
-        (DeviceError("out of memory", device="cuda:0", hint="Give --gpu-memory 4GiB"), "out of memory", "--gpu"),
-        (CheckpointError("is damaged", path="model.safetensors", hint="Make the plan again"), "is damaged", "plan"),
-        (DeviceError("the keep_unquantized list is wrong", device="cpu"), HIDDEN, "keep_unquantized"),
-        (DeviceError("<Decoder object at 0x7fa0b8c1d2e0> failed", device="cpu"), "failed", "0x"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("error, kept, left_out", [
+    (
+        DoesNotFitError("no room", block=None, device="cuda:0", needed_bytes=9, budget_bytes=1, hint="Plan with batch=1"),
+        "no room", "batch",
+    ),
+    (DeviceError("out of memory", device="cuda:0", hint="Give --gpu-memory 4GiB"), "out of memory", "--gpu"),
+    (CheckpointError("is damaged", path="model.safetensors", hint="Make the plan again"), "is damaged", "plan"),
+    (DeviceError("the keep_unquantized list is wrong", device="cpu"), HIDDEN, "keep_unquantized"),
+    (DeviceError("<Decoder object at 0x7fa0b8c1d2e0> failed", device="cpu"), "failed", "0x"),
+])  # fmt: skip
 def test_what_a_client_cannot_follow_is_left_out_and_the_rest_stays(error, kept, left_out):
     text = json.dumps(error_from_worker(plain_error(error))[1])
     assert kept in text and left_out not in text
@@ -123,17 +120,14 @@ def test_a_text_to_embed_that_is_too_long_hears_nothing_of_an_answer():
     assert errors["answer"].field == "prompt" and errors["answer"].hint == "Shorten it, or lower max_tokens"
 
 
-@pytest.mark.parametrize(
-    ("job", "field", "expected"),
-    [
-        ({"prompt": [1], "kind": "text"}, "prompt", "tokens"), ({"prompt": {"text": "a"}, "kind": "tokens"}, "prompt", "prompt"),
-        ({"prompt": {"text": "a"}, "kind": "embedding"}, "prompt", "input"), ({"prompt": "a"}, "system", "messages"),
-        ({"prompt": "a"}, "max_new_tokens", "max_tokens"), ({"prompt": "a"}, "adapter", "model"),
-        ({"prompt": "a"}, "template_kwargs", "chat_template_kwargs"),
-        ({"prompt": [{"role": "user", "content": "a"}, {"role": "tool", "name": "f", "content": "b"},
-                     {"role": "user", "name": "Ann", "content": "c"}]}, "name", "messages[2].name"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("job", "field", "expected"), [
+    ({"prompt": [1], "kind": "text"}, "prompt", "tokens"), ({"prompt": {"text": "a"}, "kind": "tokens"}, "prompt", "prompt"),
+    ({"prompt": {"text": "a"}, "kind": "embedding"}, "prompt", "input"), ({"prompt": "a"}, "system", "messages"),
+    ({"prompt": "a"}, "max_new_tokens", "max_tokens"), ({"prompt": "a"}, "adapter", "model"),
+    ({"prompt": "a"}, "template_kwargs", "chat_template_kwargs"),
+    ({"prompt": [{"role": "user", "content": "a"}, {"role": "tool", "name": "f", "content": "b"},
+                 {"role": "user", "name": "Ann", "content": "c"}]}, "name", "messages[2].name"),
+])  # fmt: skip
 def test_an_error_names_the_field_that_the_route_has(job, field, expected):
     made = Job("a", job.pop("prompt"), GenerateRequest(max_new_tokens=1), **job)
     assert for_client(RequestError("is wrong", field=field), made).field == expected

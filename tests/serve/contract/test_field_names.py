@@ -34,57 +34,49 @@ def error_of(path, pool=None, **fields):
     return found.json()["error"]
 
 
-@pytest.mark.parametrize(
-    "fields, param",
-    [
-        ({"input": "x" * 200_000}, "input"), ({"input": " "}, "input"), ({"input": [user("")]}, "input[0].content"),
-        ({"instructions": "Be kind", "input": [user("a"), user([{"type": "input_text", "text": "b"},
-          {"type": "input_image", "image_url": NO_IMAGE}])]}, "input[1].content[1].image_url"),
-        ({"input": [user([{"type": "input_image", "image_url": "ftp://a"}])]}, "input[0].content[0].image_url"),
-        # Thoughts of which nothing came are no message: the places after them move.
-        ({"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}, user("a"),
-          {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
-          {"type": "function_call", "call_id": "b", "name": "f", "arguments": "no JSON"}]}, "input[3].arguments"),
-        ({"input": [user([{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}])]},
-         "input[0].content[0].input_audio.data"),
-        ({"input": [user("a")] * 1025}, "input"),
-        ({"input": [user("a")] * 5000}, "input"),
-        ({"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}]}, "input"),
-        ({"input": "a", "max_output_tokens": 5000}, "max_output_tokens"),
-        ({"input": "a", "tools": [TOOL], "tool_choice": "required"}, "tools[0].parameters"),
-        ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
-        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"$ref": "#"}}}},
-         "text.format.schema"),
-    ],
-)  # fmt: skip
-def test_an_error_of_a_response_names_the_field_that_was_sent(fields, param):
-    error = error_of("/v1/responses", **fields)
-    assert error["param"] == param and error["fields"]["field"] == param
-    assert error["message"].startswith(param)
+RESPONSES = [
+    ({"input": "x" * 200_000}, "input"), ({"input": " "}, "input"), ({"input": [user("")]}, "input[0].content"),
+    ({"instructions": "Be kind", "input": [user("a"), user([{"type": "input_text", "text": "b"},
+      {"type": "input_image", "image_url": NO_IMAGE}])]}, "input[1].content[1].image_url"),
+    ({"input": [user([{"type": "input_image", "image_url": "ftp://a"}])]}, "input[0].content[0].image_url"),
+    # Thoughts of which nothing came are no message: the places after them move.
+    ({"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}, user("a"),
+      {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+      {"type": "function_call", "call_id": "b", "name": "f", "arguments": "no JSON"}]}, "input[3].arguments"),
+    ({"input": [user([{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}])]},
+     "input[0].content[0].input_audio.data"),
+    ({"input": [user("a")] * 1025}, "input"),
+    ({"input": [user("a")] * 5000}, "input"),
+    ({"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}]}, "input"),
+    ({"input": "a", "max_output_tokens": 5000}, "max_output_tokens"),
+    ({"input": "a", "tools": [TOOL], "tool_choice": "required"}, "tools[0].parameters"),
+    ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
+    ({"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"$ref": "#"}}}},
+     "text.format.schema"),
+]  # fmt: skip
+MESSAGES = [
+    ({"messages": [user("x" * 200_000)]}, "messages"), ({"messages": [user("")], "system": "s"}, "messages[0].content"),
+    ({"system": "Be kind", "messages": [user([{"type": "text", "text": "a"},
+      {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}])]},
+     "messages[0].content[1].source.data"),
+    # A result is a message of its own, and its user's parts begin anew.
+    ({"messages": [user("a"), user([{"type": "tool_result", "tool_use_id": "a", "content": "1"},
+      {"type": "text", "text": "b"}, {"type": "image", "source": {"type": "url", "url": "ftp://a"}}])]},
+     "messages[1].content[2].source.url"),
+    ({"messages": [user("a")], "tools": [ANTHROPICS_TOOL], "tool_choice": {"type": "any"}}, "tools[0].input_schema"),
+    ({"messages": [user("a")], "tools": [ANTHROPICS_TOOL], "tool_choice": {"type": "tool", "name": "g"}},
+     "tool_choice.name"),
+    ({"messages": [user("a")], "stop_sequences": [""]}, "stop_sequences"),
+    ({"messages": [user("a")], "stop_sequences": ["x" * 1025]}, "stop_sequences[0]"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "fields, param",
-    [
-        ({"messages": [user("x" * 200_000)]}, "messages"), ({"messages": [user("")], "system": "s"}, "messages[0].content"),
-        ({"system": "Be kind", "messages": [user([{"type": "text", "text": "a"},
-          {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}])]},
-         "messages[0].content[1].source.data"),
-        # A result is a message of its own, and its user's parts begin anew.
-        ({"messages": [user("a"), user([{"type": "tool_result", "tool_use_id": "a", "content": "1"},
-          {"type": "text", "text": "b"}, {"type": "image", "source": {"type": "url", "url": "ftp://a"}}])]},
-         "messages[1].content[2].source.url"),
-        ({"messages": [user("a")], "tools": [ANTHROPICS_TOOL], "tool_choice": {"type": "any"}}, "tools[0].input_schema"),
-        ({"messages": [user("a")], "tools": [ANTHROPICS_TOOL], "tool_choice": {"type": "tool", "name": "g"}},
-         "tool_choice.name"),
-        ({"messages": [user("a")], "stop_sequences": [""]}, "stop_sequences"),
-        ({"messages": [user("a")], "stop_sequences": ["x" * 1025]}, "stop_sequences[0]"),
-    ],
-)  # fmt: skip
-def test_an_error_of_a_message_names_the_field_that_was_sent(fields, param):
-    error = error_of("/v1/messages", **fields)
-    assert error["param"] == param and error["fields"]["field"] == param
-    assert error["message"].startswith(param)
+    "path, fields, param", [*(("/v1/responses", *one) for one in RESPONSES), *(("/v1/messages", *one) for one in MESSAGES)]
+)
+def test_an_error_of_a_response_or_message_names_the_field_that_was_sent(path, fields, param):
+    error = error_of(path, **fields)
+    assert error["param"] == param and error["fields"]["field"] == param and error["message"].startswith(param)
 
 
 def test_a_chats_effort_is_named_as_it_was_sent():
@@ -137,8 +129,7 @@ def test_the_longest_beginning_with_a_name_decides():
     names = {"messages": "input", "messages[1]": "input[5]", "messages[1].content": "instructions"}
     assert client_field("messages[1].content", names) == "instructions"
     assert client_field("messages[1].role", names) == "input[5].role"
-    assert client_field("messages[11].role", names) == "input[11].role"
-    assert client_field("temperature", names) == "temperature"
+    assert client_field("messages[11].role", names) == "input[11].role" and client_field("temperature", names) == "temperature"
 
 
 def test_thoughts_of_many_items_are_one_in_their_order():
@@ -211,19 +202,16 @@ def test_an_adapter_that_is_gone_is_named_as_it_was_sent(path):
     assert error_of(path, pool, **text, model="style")["param"] == "model"
 
 
-@pytest.mark.parametrize(
-    "path, fields, inside, param",
-    [
-        ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort", "reasoning_effort"),
-        ("/v1/chat/completions", {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": True}}, "reasoning_effort",
-         "reasoning_effort"),
-        ("/v1/chat/completions", {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": True}}, "thinking",
-         "chat_template_kwargs.thinking"),
-        ("/v1/responses", {"reasoning": {"effort": "low"}}, "reasoning_effort", "reasoning.effort"),
-        ("/v1/messages", {"thinking": {"type": "enabled"}}, "enable_thinking", "thinking.type"),
-        ("/v1/messages", {"thinking": {"type": "disabled"}}, "reasoning_effort", "thinking.type"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("path, fields, inside, param", [
+    ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort", "reasoning_effort"),
+    ("/v1/chat/completions", {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": True}}, "reasoning_effort",
+     "reasoning_effort"),
+    ("/v1/chat/completions", {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": True}}, "thinking",
+     "chat_template_kwargs.thinking"),
+    ("/v1/responses", {"reasoning": {"effort": "low"}}, "reasoning_effort", "reasoning.effort"),
+    ("/v1/messages", {"thinking": {"type": "enabled"}}, "enable_thinking", "thinking.type"),
+    ("/v1/messages", {"thinking": {"type": "disabled"}}, "reasoning_effort", "thinking.type"),
+])  # fmt: skip
 def test_a_template_that_does_not_think_is_told_of_the_field_that_was_sent(path, fields, inside, param):
     text = TEXTS.get(path, {"messages": [user("a")]})
 

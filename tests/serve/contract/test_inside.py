@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.raised import raised, refused
 from tests.serve.adapters.test_watching import touch
 from trimtab.adapters.adapter import read_adapter
 from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
@@ -89,9 +90,8 @@ def test_a_folder_is_read_only_while_all_of_it_lies_below_the_root(root, name):
         assert Settings(adapter_root=root).adapter_path("team/mine").is_relative_to(root)
         return
     reads = []
-    with pytest.raises(RequestError) as caught:
-        read_inside(lambda: reads.append(1), folder, root)
-    assert caught.value.field == "lora_path" and reads == [] and "outside" not in str(caught.value)
+    error = refused(read_inside, lambda: reads.append(1), folder, root)
+    assert error.field == "lora_path" and reads == [] and "outside" not in str(error)
     with pytest.raises(RequestError):
         Settings(adapter_root=root).adapter_path("team/mine")
 
@@ -149,9 +149,8 @@ def test_what_is_swapped_during_a_read_and_put_back_is_not_used(root, swap, alwa
 
     own = (folder / TENSORS_NAME).read_bytes()
     if always:
-        with pytest.raises(AdapterError) as caught:
-            read_inside(reading, folder, root)
-        assert list(caught.value.problems) == [inside.CHANGES] and set(read) == {b"another client's"}
+        error = raised(AdapterError, read_inside, reading, folder, root)
+        assert list(error.problems) == [inside.CHANGES] and set(read) == {b"another client's"}
     else:
         assert read_inside(reading, folder, root) == own and read == [b"another client's", own]
 

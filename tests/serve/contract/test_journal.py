@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.raised import refused
 from tests.serving import MockPool, client, words
 from trimtab.demo.demo import FOLDER as DEMO
-from trimtab.errors import RequestError
 from trimtab.serve.contract import log as journal
 from trimtab.serve.scheduling.scheduler import MistakeError, error_event
 
@@ -61,8 +61,7 @@ def test_a_request_is_one_line_of_json_without_what_it_says(lines):
     assert TIME.fullmatch(line["time"])
     assert (line["level"], line["message"], line["request_id"]) == ("info", "request", "mine-1")
     assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/chat/completions", 200)
-    assert (line["model"], line["ended"]) == ("demo", "done")
-    assert line["seconds"] >= 0 and "prompt_tokens" in line
+    assert (line["model"], line["ended"]) == ("demo", "done") and line["seconds"] >= 0 and "prompt_tokens" in line
     assert "secret" not in written[0] and "fine" not in written[0] and "abc" not in written[0]
 
 
@@ -118,8 +117,7 @@ def test_a_mistake_of_the_worker_names_where_its_traceback_stands(lines):
     except ZeroDivisionError as exc:
         error_id = journal.write_traceback(exc, "a mistake while answering")
     found = client(MockPool(lambda job: [error_event(job.id, MistakeError(error_id))])).post("/v1/chat/completions", json=CHAT)
-    assert found.status_code == 500
-    assert found.json()["error"]["fields"]["error_id"] == error_id
+    assert found.status_code == 500 and found.json()["error"]["fields"]["error_id"] == error_id
     assert "deep inside" in next(text for text in written if error_id in text)
 
 
@@ -151,9 +149,7 @@ def test_statuses_are_counted_by_route_and_no_path_of_a_clients_is_a_series(line
 
 @pytest.mark.parametrize(("field", "form", "level"), [("log_format", "xml", "info"), ("log_level", "text", "loud")])
 def test_an_unknown_form_or_level_is_refused(field, form, level):
-    with pytest.raises(RequestError) as caught:
-        journal.set_up(form, level)
-    assert caught.value.field == field
+    assert refused(journal.set_up, form, level).field == field
 
 
 # What a client chooses, and where lines go ----------------------------------------------------------------------------

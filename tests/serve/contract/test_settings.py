@@ -5,17 +5,12 @@ import re
 
 import pytest
 
+from tests.raised import raised, refused
 from tests.serving import MockPool, client, failed, words
 from trimtab.errors import RequestError
 from trimtab.serve.contract.head_lines import is_loopback
 from trimtab.serve.contract.quotas import KeyLimits, QuotaError, Quotas
 from trimtab.serve.contract.settings import Limits, Settings
-
-
-def refused(call, *arguments, **options):
-    with pytest.raises(RequestError) as caught:
-        call(*arguments, **options)
-    return caught.value
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
@@ -25,8 +20,7 @@ def test_this_machine_alone_needs_no_key(host):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", "", "127.1", "localhost.example.org", "10.0.0.1"])
 def test_other_hosts_need_a_key(host):
-    assert refused(Settings, host=host).field == "host"
-    assert Settings(host=host, api_keys=("k",)).host == host
+    assert refused(Settings, host=host).field == "host" and Settings(host=host, api_keys=("k",)).host == host
 
 
 @pytest.mark.parametrize("key", ["", " ", "a b", "ü", "a\n", "a\0"])
@@ -39,17 +33,14 @@ def test_keys_are_not_shown():
     assert "secret" not in repr(Settings(api_keys=("secret",)))
 
 
-@pytest.mark.parametrize(
-    "options, field",
-    [
-        ({"port": -1}, "port"), ({"port": 65536}, "port"), ({"queue_limit": 0}, "queue_limit"), ({"grace_s": -1}, "grace_s"),
-        ({"grace_s": float("nan")}, "grace_s"), ({"timeout_s": 0}, "timeout_s"), ({"timeout_s": float("inf")}, "timeout_s"),
-        ({"cors_origins": ("*",)}, "cors_origin"), ({"cors_origins": ("example.org",)}, "cors_origin"),
-        ({"cors_origins": ("https://example.org/",)}, "cors_origin"), ({"allow_fetch": ("*",)}, "allow_fetch"),
-        ({"allow_fetch": ("http://a",)}, "allow_fetch"), ({"allow_fetch": ("a:80",)}, "allow_fetch"),
-        ({"allow_fetch": ("",)}, "allow_fetch"), ({"allow_fetch": ("a b",)}, "allow_fetch"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options, field", [
+    ({"port": -1}, "port"), ({"port": 65536}, "port"), ({"queue_limit": 0}, "queue_limit"), ({"grace_s": -1}, "grace_s"),
+    ({"grace_s": float("nan")}, "grace_s"), ({"timeout_s": 0}, "timeout_s"), ({"timeout_s": float("inf")}, "timeout_s"),
+    ({"cors_origins": ("*",)}, "cors_origin"), ({"cors_origins": ("example.org",)}, "cors_origin"),
+    ({"cors_origins": ("https://example.org/",)}, "cors_origin"), ({"allow_fetch": ("*",)}, "allow_fetch"),
+    ({"allow_fetch": ("http://a",)}, "allow_fetch"), ({"allow_fetch": ("a:80",)}, "allow_fetch"),
+    ({"allow_fetch": ("",)}, "allow_fetch"), ({"allow_fetch": ("a b",)}, "allow_fetch"),
+])  # fmt: skip
 def test_a_setting_that_cannot_be_is_refused(options, field):
     assert refused(Settings, **options).field == field
 
@@ -106,13 +97,10 @@ def test_folders_below_the_root_are_found(root):
         assert settings.adapter_path(given) == expected
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        "..", "../outside", "client/../../outside", ".", "", "client/medical/../..", "/", "/etc", "nothing", "client/nothing",
-        "C:\\Windows", "\\\\server\\share", "~", "a\0b", "client\0", "x" * 5000, "file:///etc", "//etc", "client/medical/\n",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("given", [
+    "..", "../outside", "client/../../outside", ".", "", "client/medical/../..", "/", "/etc", "nothing", "client/nothing",
+    "C:\\Windows", "\\\\server\\share", "~", "a\0b", "client\0", "x" * 5000, "file:///etc", "//etc", "client/medical/\n",
+])  # fmt: skip
 def test_what_is_no_folder_below_the_root_is_refused_in_the_same_words(root, given):
     error = refused(Settings(adapter_root=root).adapter_path, given)
     assert error.field == "lora_path"
@@ -165,9 +153,8 @@ def test_requests_at_once_are_counted_until_they_end():
     found, alice, _ = quotas(concurrent=2)
     first = found.enter(alice)
     found.enter(alice)
-    with pytest.raises(QuotaError) as caught:
-        found.enter(alice)
-    assert caught.value.field == "concurrent" and caught.value.retry_after_s == 1
+    error = raised(QuotaError, found.enter, alice)
+    assert error.field == "concurrent" and error.retry_after_s == 1
     first.leave(10)
     found.enter(alice)
 
@@ -178,9 +165,7 @@ def test_requests_of_the_last_minute_are_counted():
     clock.now += 20
     found.enter(alice).leave(1)
     clock.now += 20
-    with pytest.raises(QuotaError) as caught:
-        found.enter(alice)
-    assert caught.value.retry_after_s == pytest.approx(20)
+    assert raised(QuotaError, found.enter, alice).retry_after_s == pytest.approx(20)
     clock.now += 20
     found.enter(alice).leave(1)
 
@@ -190,9 +175,7 @@ def test_tokens_of_a_day_are_counted_from_the_first_one():
     found.enter(alice).leave(99)
     found.enter(alice).leave(50)  # what has begun is answered
     clock.now += 3600
-    with pytest.raises(QuotaError) as caught:
-        found.enter(alice)
-    assert caught.value.retry_after_s == pytest.approx(23 * 3600)
+    assert raised(QuotaError, found.enter, alice).retry_after_s == pytest.approx(23 * 3600)
     clock.now += 23 * 3600
     found.enter(alice).leave(1)
 
@@ -220,9 +203,7 @@ def test_other_limits_leave_what_was_used():
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "5"])
 def test_a_limit_is_a_whole_number(value):
-    with pytest.raises(RequestError) as caught:
-        KeyLimits(name="alice", tokens_per_day=value)
-    assert caught.value.field == "keys.alice.tokens_per_day"
+    assert raised(RequestError, KeyLimits, name="alice", tokens_per_day=value).field == "keys.alice.tokens_per_day"
 
 
 def test_a_key_with_limits_gets_429_and_others_go_on():

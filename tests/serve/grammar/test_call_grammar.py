@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import talking
+from tests.raised import refused
 from trimtab.engine.chat.answer_forms import CALL_MARKS, AnswerForm
 from trimtab.engine.chat.answer_reader import AnswerReader
 from trimtab.errors import RequestError
@@ -109,13 +110,10 @@ def check(name, arguments):
         assert 1 <= len(tags) <= 3 and all(isinstance(tag, bool) for tag in tags)
 
 
-@pytest.mark.parametrize(
-    ("form", "several"),
-    [
-        *((form, True) for form in FORMS), ("hermes", False),
-        *(pytest.param(form, False, marks=pytest.mark.slow) for form in FORMS if form != "hermes"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("form", "several"), [
+    *((form, True) for form in FORMS), ("hermes", False),
+    *(pytest.param(form, False, marks=pytest.mark.slow) for form in FORMS if form != "hermes"),
+])  # fmt: skip
 def test_every_answer_that_can_be_drawn_is_calls_of_these_functions(form, several, grammar, tokenizer):
     draw, seen, ended = random.Random(5), set(), 0
     for _ in range(25):
@@ -162,8 +160,7 @@ WRITTEN = {
 def test_a_call_as_models_write_it_can_be_drawn_and_a_wrong_one_cannot(form, grammar, tokenizer):
     good = WRITTEN[form]
     assert is_allowed(grammar.calls(form, FUNCTIONS, several=True), tokenizer, good)
-    named = [BY_NAME["weather"]]
-    assert is_allowed(grammar.calls(form, named, several=False), tokenizer, good)
+    assert is_allowed(grammar.calls(form, [BY_NAME["weather"]], several=False), tokenizer, good)
     for wrong in (good.replace("weather", "whether"), good.replace("city", "town"), "Hello", "", good[:-3]):
         assert not is_allowed(grammar.calls(form, FUNCTIONS, several=True), tokenizer, wrong), wrong
     assert not is_allowed(grammar.calls(form, [BY_NAME["now"]], several=True), tokenizer, good)
@@ -172,9 +169,7 @@ def test_a_call_as_models_write_it_can_be_drawn_and_a_wrong_one_cannot(form, gra
 @pytest.mark.parametrize("form", FORMS)
 def test_parameters_that_no_value_satisfies_are_refused(form, grammar):
     bad = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}}
-    with pytest.raises(RequestError, match="cannot be enforced") as caught:
-        grammar.calls(form, [bad], several=False)
-    assert caught.value.field == "tools"
+    assert refused(grammar.calls, form, [bad], several=False, match="cannot be enforced").field == "tools"
 
 
 def test_free_values_of_gemma4_are_any_of_its_forms(grammar, tokenizer):
@@ -244,16 +239,12 @@ def test_a_greatest_length_that_no_answer_reaches_is_none(form, grammar):
     grammar.calls(form, [{"name": "f", "parameters": of({"a": {"type": "string", "maxLength": 2**31 - 1}})}], several=False)
 
 
-@pytest.mark.parametrize(
-    ("keyword", "schema"),
-    [
-        ("minProperties", {"type": "object", "additionalProperties": DIGIT, "minProperties": 2}),
-        ("patternProperties", {"type": "object", "patternProperties": {"^a": DIGIT}}),
-        ("minLength", of({"a": {"type": "string", "minLength": 10**6}})),
-        ("pattern", of({"a": {"enum": ["a", "bc"], "pattern": "a"}})),
-        ("type", {"type": "string"}),
-    ],
-)
+@pytest.mark.parametrize(("keyword", "schema"), [
+    ("minProperties", {"type": "object", "additionalProperties": DIGIT, "minProperties": 2}),
+    ("patternProperties", {"type": "object", "patternProperties": {"^a": DIGIT}}),
+    ("minLength", of({"a": {"type": "string", "minLength": 10**6}})),
+    ("pattern", of({"a": {"enum": ["a", "bc"], "pattern": "a"}})), ("type", {"type": "string"}),
+])  # fmt: skip
 def test_what_a_form_of_calls_cannot_enforce_is_refused(keyword, schema, grammar):
     for form in ("gemma4", "qwen-xml"):
         with pytest.raises(RequestError, match=f"parameters of 'f' have '{keyword}'") as caught:
@@ -265,8 +256,7 @@ def test_after_a_thought_the_calls_are_held(grammar, tokenizer):
     close = tokenizer.convert_tokens_to_ids("<channel|>")
     constraint = AfterThought(grammar.calls("gemma4", FUNCTIONS, several=False), [close])
     given, zeros = [2, 5], torch.zeros(len(tokenizer))
-    assert torch.equal(constraint(given, zeros), zeros)
-    assert torch.equal(constraint([*given, 300], zeros), zeros)
+    assert torch.equal(constraint(given, zeros), zeros) and torch.equal(constraint([*given, 300], zeros), zeros)
     opened = constraint([*given, 300, close], zeros)
     allowed = torch.nonzero(opened > -1).flatten().tolist()
     assert allowed == [tokenizer.convert_tokens_to_ids("<|tool_call>")]

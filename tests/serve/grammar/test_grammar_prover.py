@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests import talking, waiting
+from tests.raised import refused
 from trimtab.errors import DeviceError, RequestError
 from trimtab.serve.grammar import prover as grammar_prover
 from trimtab.serve.grammar.constraint import Grammar, HeldMemory
@@ -62,20 +63,17 @@ def prove(prover, do, is_wanted=lambda: True):
     return prover.prove(source(do), lambda: b"vocabulary", is_wanted)
 
 
-@pytest.mark.parametrize(
-    "do, limit, value, words",
-    [("spin", "MOST_S", 0.2, "longer than 0.2 s to compile"), ("eat", "MOST_BYTES", 32 * 2**20, "more than 32 MiB to compile")],
-)
+@pytest.mark.parametrize("do, limit, value, words", [
+    ("spin", "MOST_S", 0.2, "longer than 0.2 s to compile"), ("eat", "MOST_BYTES", 32 * 2**20, "more than 32 MiB to compile"),
+])  # fmt: skip
 def test_a_grammar_beyond_a_limit_ends_its_process_and_is_refused(prover, monkeypatch, do, limit, value, words):
     assert prove(prover, "a").grammars == {"": "a"}
     pid = prover.pid
     monkeypatch.setattr(grammar_prover, limit, value)
-    with pytest.raises(RequestError, match=words) as caught:
-        prove(prover, do)
-    assert caught.value.field == "here" and waiting.is_gone(pid) and prover.pid is None
+    error = refused(prove, prover, do, match=words)
+    assert error.field == "here" and waiting.is_gone(pid) and prover.pid is None
     prover.renew()  # as its thread does, before the next grammar comes
-    assert prover.pid not in (None, pid)
-    assert prove(prover, "b").grammars == {"": "b"}
+    assert prover.pid not in (None, pid) and prove(prover, "b").grammars == {"": "b"}
 
 
 def test_a_grammar_whose_client_leaves_ends_its_process(prover):
@@ -143,8 +141,7 @@ def test_a_client_who_leaves_ends_its_process_and_others_go_on_before(made):
     busy = set(made.pids)
     assert slow.cancel()
     assert [one.result(WAIT_S).grammars[""] for one in mine] == ["a0", "a1", "a2"]
-    gone = [pid for pid in busy if waiting.is_gone(pid)]
-    assert len(gone) == 1
+    assert len([pid for pid in busy if waiting.is_gone(pid)]) == 1
 
 
 def test_what_was_compiled_is_not_compiled_again(made, monkeypatch):
@@ -300,10 +297,9 @@ def test_a_grammar_that_is_dropped_while_another_is_counted_gives_its_memory_bac
     assert held.nbytes == 0 and not held._by_client
 
 
-@pytest.mark.parametrize(
-    "proof, words",
-    [(Proof({"": "no grammar"}, 7, 2.6), "2.6 s of processor time"), (Proof({"": "no grammar"}, 300 * 2**20), "300 MiB")],
-)
+@pytest.mark.parametrize("proof, words", [
+    (Proof({"": "no grammar"}, 7, 2.6), "2.6 s of processor time"), (Proof({"": "no grammar"}, 300 * 2**20), "300 MiB"),
+])  # fmt: skip
 def test_what_nearly_reached_a_limit_in_the_process_is_not_compiled_again(tokenizer, proof, words):
     grammar = Grammar(tokenizer, [1], lambda *_: proof)
     with pytest.raises(RequestError, match=words):

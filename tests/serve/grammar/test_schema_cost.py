@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from tests.examples import examples
+from tests.raised import refused
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.loader.transformers_model import load_tokenizer
 from trimtab.errors import RequestError
@@ -130,9 +131,8 @@ COSTLY = [
 
 @pytest.mark.parametrize("schema, words", COSTLY)
 def test_what_is_costly_to_compile_is_refused_at_once(schema, words):
-    with pytest.raises(RequestError) as caught:
-        check_cost([schema], field="here")
-    assert caught.value.field == "here" and words in str(caught.value), str(caught.value)
+    error = refused(check_cost, [schema], field="here")
+    assert error.field == "here" and words in str(error), str(error)
 
 
 def asked(**fields):
@@ -154,9 +154,7 @@ def test_a_schema_and_the_tools_that_a_call_is_held_to_are_checked_where_the_req
     calls_of(asked(tools=tools, tool_choice={"type": "function", "function": {"name": "f0"}}), Limits())
     strict = [{"type": "function", "function": {**one["function"], "strict": True}} for one in tools]
     for fields in ({"tools": tools, "tool_choice": "required"}, {"tools": strict}):
-        with pytest.raises(RequestError, match="60005 remainders") as caught:
-            calls_of(asked(**fields), Limits())
-        assert caught.value.field == "tools"
+        assert refused(calls_of, asked(**fields), Limits(), match="60005 remainders").field == "tools"
 
 
 SENSIBLE = [

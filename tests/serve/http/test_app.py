@@ -120,8 +120,7 @@ def test_a_chat_is_streamed_in_openais_shape():
     assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["total_tokens"] == 9
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"} and len({chunk["id"] for chunk in chunks}) == 1
 
 
 def test_choices_have_seeds_of_their_own_and_share_the_prompts_tokens():
@@ -236,18 +235,12 @@ def test_a_streamed_completion_ends_with_its_reason():
     assert pool.jobs[0].prompt == [1, 2, 3]
 
 
-def test_pictures_become_bytes_in_the_job():
-    pool = MockPool()
-    parts = [{"type": "image_url", "image_url": {"url": PICTURE, "detail": "auto"}}, {"type": "text", "text": "?"}]
-    assert chat(client(pool), messages=[{"role": "user", "content": parts}]).status_code == 200
-    assert pool.jobs[0].prompt == [{"role": "user", "content": [{"type": "image", "image": PNG}, {"type": "text", "text": "?"}]}]
-
-
-def test_low_detail_and_names_reach_the_job():
-    pool = MockPool()
-    parts = [{"type": "image_url", "image_url": {"url": PICTURE, "detail": "low"}}]
-    assert chat(client(pool), messages=[{"role": "user", "name": "bob", "content": parts}]).status_code == 200
-    assert pool.jobs[0].prompt == [{"role": "user", "name": "bob", "content": [{"type": "image", "image": PNG, "detail": "low"}]}]
+@pytest.mark.parametrize("detail, more, kept", [("auto", [{"type": "text", "text": "?"}], {}), ("low", [], {"detail": "low"})])
+def test_pictures_become_bytes_in_the_job_and_low_detail_and_names_reach_it(detail, more, kept):
+    pool, said = MockPool(), {"role": "user", "name": "bob"} if kept else {"role": "user"}
+    parts = [{"type": "image_url", "image_url": {"url": PICTURE, "detail": detail}}, *more]
+    assert chat(client(pool), messages=[said | {"content": parts}]).status_code == 200
+    assert pool.jobs[0].prompt == [said | {"content": [{"type": "image", "image": PNG, **kept}, *more]}]
 
 
 def test_a_lenient_server_says_in_a_header_what_it_did_not_use():
@@ -265,43 +258,39 @@ def test_a_lenient_server_says_in_a_header_what_it_did_not_use():
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "fields, status, param",
-    [
-        ({"model": "nobody"}, 404, "model"),
-        ({"foo": 1}, 400, "foo"),
-        ({"temperature": 3}, 400, "temperature"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "size": 1}]}]}, 400,
-         "messages[0].content[0].size"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE, "detail": "fine"}}]}]},
-         400, "messages[0].content[0].image_url.detail"),
-        ({"messages": [{"role": "user", "content": "a", "name": ""}]}, 400, "messages[0].name"),
-        ({"messages": [{"role": "function", "content": "a", "name": "f"}]}, 400, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]}, 400, "messages[0].content[0]"),
-        ({"tools": [{"type": "function"}]}, 400, "tools[0].function"),
-        ({"n": 9}, 400, "n"),
-        ({"max_tokens": 5, "max_completion_tokens": 5}, 400, "max_completion_tokens"),
-        ({"top_logprobs": 2}, 400, "top_logprobs"),
-        ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
-        ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"x-guidance": {}}}}}, 400,
-         "response_format.json_schema.schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}}, 400,
-         "response_format.json_schema.schema"),
-        ({"stop": [""]}, 400, "stop"), ({"stop": "x" * 1025}, 400, "stop"), ({"stop": ["a", "x" * 1025]}, 400, "stop[1]"),
-        ({"messages": [{"role": "user", "content": "x" * 200_000}]}, 400, "messages"),
-        ({"messages": [{"role": "user", "content": ""}]}, 400, "messages[0].content"),
-        ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": " "}]}]}, 400,
-         "messages[1].content"),
-        ({"messages": [{"role": "user", "content": [
-            {"type": "image_url", "image_url": {"url": "http://10.0.0.1/x.png"}}]}]}, 400,
-         "messages[0].content[0].image_url.url"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fields, status, param", [
+    ({"model": "nobody"}, 404, "model"),
+    ({"foo": 1}, 400, "foo"),
+    ({"temperature": 3}, 400, "temperature"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "size": 1}]}]}, 400,
+     "messages[0].content[0].size"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE, "detail": "fine"}}]}]},
+     400, "messages[0].content[0].image_url.detail"),
+    ({"messages": [{"role": "user", "content": "a", "name": ""}]}, 400, "messages[0].name"),
+    ({"messages": [{"role": "function", "content": "a", "name": "f"}]}, 400, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]}, 400, "messages[0].content[0]"),
+    ({"tools": [{"type": "function"}]}, 400, "tools[0].function"),
+    ({"n": 9}, 400, "n"),
+    ({"max_tokens": 5, "max_completion_tokens": 5}, 400, "max_completion_tokens"),
+    ({"top_logprobs": 2}, 400, "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"x-guidance": {}}}}}, 400,
+     "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}}, 400,
+     "response_format.json_schema.schema"),
+    ({"stop": [""]}, 400, "stop"), ({"stop": "x" * 1025}, 400, "stop"), ({"stop": ["a", "x" * 1025]}, 400, "stop[1]"),
+    ({"messages": [{"role": "user", "content": "x" * 200_000}]}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": ""}]}, 400, "messages[0].content"),
+    ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": " "}]}]}, 400,
+     "messages[1].content"),
+    ({"messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": "http://10.0.0.1/x.png"}}]}]}, 400,
+     "messages[0].content[0].image_url.url"),
+])  # fmt: skip
 def test_what_is_wrong_is_named_and_asks_no_model(fields, status, param):
     pool = MockPool()
-    assert error_of(chat(client(pool), **fields), status)["param"] == param
-    assert pool.jobs == []
+    assert error_of(chat(client(pool), **fields), status)["param"] == param and pool.jobs == []
 
 
 def test_a_medium_that_the_model_does_not_take_is_refused_at_its_place():
@@ -319,25 +308,22 @@ def wav(frames, rate=8000):
     return base64.b64encode(held.getvalue()).decode()
 
 
-@pytest.mark.parametrize(
-    "limits, part, param, words",
-    [
-        ({"image_pixels": 899}, {"type": "image_url", "image_url": {"url": BOMB}}, "messages[0].content[1].image_url.url",
-         "has 30 x 30 pixels, the limit is 899"),
-        ({}, {"type": "image_url", "image_url": {"url": HUGE}}, "messages[0].content[1].image_url.url", "pixels"),
-        ({"audio_s": 0.5}, {"type": "input_audio", "input_audio": {"data": wav(4001), "format": "wav"}},
-         "messages[0].content[1].input_audio.data", "the limit is 0.5"),
-        ({"audio_bytes": 1000}, {"type": "input_audio", "input_audio": {"data": wav(300), "format": "wav"}},
-         "messages[0].content[1].input_audio.data", "bytes decoded"),
-        ({"request_pixels": 1}, {"type": "image_url", "image_url": {"url": PICTURE}}, "messages[0].content[1].image_url.url",
-         "the images up to here have 2 pixels, the limit of a request is 1"),
-        ({"request_audio_s": 0.5}, {"type": "input_audio", "input_audio": {"data": wav(4001), "format": "wav"}},
-         "messages[0].content[1].input_audio.data", "the limit of a request is 0.5"),
-        ({"media_count": 1}, {"type": "image_url", "image_url": {"url": PICTURE}}, "messages[0].content[1]", "at most 1"),
-        ({"messages": 1}, None, "messages", "more than 1"), ({"max_tokens": 3}, None, "max_tokens", "at most 3"),
-        ({"n": 1}, None, "n", "at most 1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("limits, part, param, words", [
+    ({"image_pixels": 899}, {"type": "image_url", "image_url": {"url": BOMB}}, "messages[0].content[1].image_url.url",
+     "has 30 x 30 pixels, the limit is 899"),
+    ({}, {"type": "image_url", "image_url": {"url": HUGE}}, "messages[0].content[1].image_url.url", "pixels"),
+    ({"audio_s": 0.5}, {"type": "input_audio", "input_audio": {"data": wav(4001), "format": "wav"}},
+     "messages[0].content[1].input_audio.data", "the limit is 0.5"),
+    ({"audio_bytes": 1000}, {"type": "input_audio", "input_audio": {"data": wav(300), "format": "wav"}},
+     "messages[0].content[1].input_audio.data", "bytes decoded"),
+    ({"request_pixels": 1}, {"type": "image_url", "image_url": {"url": PICTURE}}, "messages[0].content[1].image_url.url",
+     "the images up to here have 2 pixels, the limit of a request is 1"),
+    ({"request_audio_s": 0.5}, {"type": "input_audio", "input_audio": {"data": wav(4001), "format": "wav"}},
+     "messages[0].content[1].input_audio.data", "the limit of a request is 0.5"),
+    ({"media_count": 1}, {"type": "image_url", "image_url": {"url": PICTURE}}, "messages[0].content[1]", "at most 1"),
+    ({"messages": 1}, None, "messages", "more than 1"), ({"max_tokens": 3}, None, "max_tokens", "at most 3"),
+    ({"n": 1}, None, "n", "at most 1"),
+])  # fmt: skip
 def test_what_is_beyond_a_limit_is_refused_at_its_place_and_asks_no_model(limits, part, param, words):
     pool = MockPool()
     picture = {"type": "image_url", "image_url": {"url": PICTURE}}
@@ -388,8 +374,7 @@ def test_every_error_class_of_ours_is_in_the_table():
 
 
 def test_the_table_of_errors_in_the_docs_is_this_one():
-    text = (ROOT / "docs" / "server-api.md").read_text("utf-8")
-    rows = re.findall(r"^\| (\d+) \| (\w+) \| (\w+) \|", text, re.M)
+    rows = re.findall(r"^\| (\d+) \| (\w+) \| (\w+) \|", (ROOT / "docs" / "server-api.md").read_text("utf-8"), re.M)
     assert {name: (int(status), code) for status, name, code in rows} == {
         name: (status, code) for name, (status, _, code) in ERRORS.items()
     }
@@ -802,13 +787,10 @@ def test_administration_is_described_with_what_refuses_it():
     assert "403" not in found["/v1/completions"]["post"]["responses"]
 
 
-@pytest.mark.parametrize(
-    "method, path, allowed",
-    [
-        ("POST", "/health", "GET"), ("POST", "/v1/models", "GET"), ("POST", "/v1/models/demo", "GET"), ("PUT", "/metrics", "GET"),
-        ("GET", "/v1/chat/completions", "POST"), ("DELETE", "/v1/load_lora_adapter", "POST"), ("POST", "/openapi.json", "GET"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("method, path, allowed", [
+    ("POST", "/health", "GET"), ("POST", "/v1/models", "GET"), ("POST", "/v1/models/demo", "GET"), ("PUT", "/metrics", "GET"),
+    ("GET", "/v1/chat/completions", "POST"), ("DELETE", "/v1/load_lora_adapter", "POST"), ("POST", "/openapi.json", "GET"),
+])  # fmt: skip
 def test_a_path_with_another_method_is_405_whatever_the_body_is(method, path, allowed):
     for headers in ({}, {"content-type": "text/plain"}, {"content-type": "application/json"}):
         response = client().request(method, path, content=b"{", headers=headers)

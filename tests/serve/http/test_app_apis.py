@@ -120,10 +120,9 @@ def test_a_message_is_streamed_in_anthropics_events():
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None} and events[-2]["usage"]["output_tokens"] == 2
 
 
-@pytest.mark.parametrize(
-    "finish, stop_text, expected",
-    [("stop", None, ("end_turn", None)), ("stop", "x", ("stop_sequence", "x")), ("length", None, ("max_tokens", None))],
-)
+@pytest.mark.parametrize("finish, stop_text, expected", [
+    ("stop", None, ("end_turn", None)), ("stop", "x", ("stop_sequence", "x")), ("length", None, ("max_tokens", None)),
+])  # fmt: skip
 def test_how_a_message_ended_is_said(finish, stop_text, expected):
     end = lambda job: Event(job.id, "done", finish=finish, usage={**USAGE, "stop_text": stop_text})  # noqa: E731
     found = messages(client(MockPool(lambda job: [*words(job, "a")[:-1], end(job)]))).json()
@@ -156,19 +155,16 @@ def test_a_call_that_was_cut_says_so():
     assert messages(client(MockPool(cut))).json()["content"][0]["input"] == {"not_json": '{"a'}
 
 
-@pytest.mark.parametrize(
-    "fields, status, kind",
-    [
-        ({"model": "nobody"}, 404, "not_found_error"), ({"max_tokens": None}, 400, "invalid_request_error"),
-        ({"foo": 1}, 400, "invalid_request_error"), ({"tool_choice": {"type": "tool"}}, 400, "invalid_request_error"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, 400, "invalid_request_error"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]}, 400,
-         "invalid_request_error"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]}, 400,
-         "invalid_request_error"),
-        ({"messages": [{"role": "user", "content": "x" * 3_000_000}]}, 413, "request_too_large"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fields, status, kind", [
+    ({"model": "nobody"}, 404, "not_found_error"), ({"max_tokens": None}, 400, "invalid_request_error"),
+    ({"foo": 1}, 400, "invalid_request_error"), ({"tool_choice": {"type": "tool"}}, 400, "invalid_request_error"),
+    ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, 400, "invalid_request_error"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]}, 400,
+     "invalid_request_error"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]}, 400,
+     "invalid_request_error"),
+    ({"messages": [{"role": "user", "content": "x" * 3_000_000}]}, 413, "request_too_large"),
+])  # fmt: skip
 def test_errors_have_anthropics_form(fields, status, kind):
     found = messages(client(MockPool(takes=("text",))), **fields)
     assert found.status_code == status, found.text
@@ -308,19 +304,16 @@ def test_a_schema_of_a_response_reaches_the_job():
     assert pool.jobs[0].schema == {"type": "object"}
 
 
-@pytest.mark.parametrize(
-    "fields, param, words",
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported: previous_response_id"),
-        ({"conversation": "c"}, "conversation", "not supported: conversation"), ({"store": True}, "store", "not supported: store"),
-        ({"background": True}, "background", "not supported: background"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "not supported: this type of tool"),
-        ({"input": []}, "input", ""), ({"input": 5}, "input", ""),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]", "its type must be one of"),
-        ({"max_tool_calls": 1}, "max_tool_calls", "not supported: max_tool_calls"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fields, param, words", [
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported: previous_response_id"),
+    ({"conversation": "c"}, "conversation", "not supported: conversation"), ({"store": True}, "store", "not supported: store"),
+    ({"background": True}, "background", "not supported: background"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "not supported: this type of tool"),
+    ({"input": []}, "input", ""), ({"input": 5}, "input", ""),
+    ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]", "its type must be one of"),
+    ({"max_tool_calls": 1}, "max_tool_calls", "not supported: max_tool_calls"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format", ""),
+])  # fmt: skip
 def test_what_a_server_that_keeps_nothing_cannot_do_is_refused(fields, param, words):
     pool = MockPool()
     found = responses(client(pool), **fields)
@@ -352,8 +345,7 @@ def test_embeddings_are_packed_as_openai_packs_them():
 
 def test_the_first_error_ends_a_request_of_many_texts():
     pool = MockPool(lambda job: [failed(job, "RequestError", field="input")])
-    found = post("/v1/embeddings", pool, input=["a", "b"])
-    assert found.status_code == 400 and len(pool.jobs) == 1
+    assert post("/v1/embeddings", pool, input=["a", "b"]).status_code == 400 and len(pool.jobs) == 1
 
 
 def test_tokens_of_texts_and_chats_and_back():
@@ -374,19 +366,16 @@ def test_tokens_of_texts_and_chats_and_back():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "path, fields, param",
-    [
-        ("/v1/embeddings", {"input": ""}, "input"), ("/v1/embeddings", {"input": ["a", ""]}, "input[1]"),
-        ("/v1/embeddings", {"input": ["a"] * 257}, "input"), ("/v1/embeddings", {"input": "a", "dimensions": 5}, "dimensions"),
-        ("/v1/embeddings", {"input": "x" * 200_000}, "input"), ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": ""}, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
-        ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "continue_final_message": True}, "messages[0].role"),
-        ("/tokenize", {"prompt": "a", "tools": []}, "tools"), ("/detokenize", {"tokens": []}, "tokens"),
-        ("/detokenize", {"tokens": [1] * 385}, "tokens"), ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("path, fields, param", [
+    ("/v1/embeddings", {"input": ""}, "input"), ("/v1/embeddings", {"input": ["a", ""]}, "input[1]"),
+    ("/v1/embeddings", {"input": ["a"] * 257}, "input"), ("/v1/embeddings", {"input": "a", "dimensions": 5}, "dimensions"),
+    ("/v1/embeddings", {"input": "x" * 200_000}, "input"), ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": ""}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+    ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "continue_final_message": True}, "messages[0].role"),
+    ("/tokenize", {"prompt": "a", "tools": []}, "tools"), ("/detokenize", {"tokens": []}, "tokens"),
+    ("/detokenize", {"tokens": [1] * 385}, "tokens"), ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+])  # fmt: skip
 def test_what_is_wrong_is_named_and_asks_no_model(path, fields, param):
     pool = MockPool()
     found = post(path, pool, **fields)

@@ -99,14 +99,11 @@ def test_a_round_of_calls_reaches_the_job():
     assert (job.must_call, job.several_calls, job.template_kwargs) == (None, True, {"enable_thinking": False})
 
 
-@pytest.mark.parametrize(
-    "fields, expected",
-    [
-        ({"tool_choice": "auto"}, (2, None, True)), ({"tool_choice": "none"}, (0, None, True)), ({}, (2, None, True)),
-        ({"tool_choice": "required", "parallel_tool_calls": False}, (2, "", False)),
-        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, (2, "g", True)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fields, expected", [
+    ({"tool_choice": "auto"}, (2, None, True)), ({"tool_choice": "none"}, (0, None, True)), ({}, (2, None, True)),
+    ({"tool_choice": "required", "parallel_tool_calls": False}, (2, "", False)),
+    ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, (2, "g", True)),
+])  # fmt: skip
 def test_what_has_to_be_called_reaches_the_job(fields, expected):
     pool = MockPool()
     assert chat(client(pool), tools=[TOOL, OTHER], **fields).is_success
@@ -118,33 +115,29 @@ def assistant(**function):
     return [{"role": "assistant", "tool_calls": [{**CALL, "function": {**CALL["function"], **function}}]}]
 
 
-@pytest.mark.parametrize(
-    "fields, param",
-    [
-        ({"tool_choice": "required"}, "tool_choice"), ({"tools": [TOOL, TOOL]}, "tools"), ({"tools": [TOOL] * 129}, "tools"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice.function.name"),
-        ({"tools": [{**TOOL, "function": {**TOOL["function"], "description": "x" * 300_000}}]}, "tools"),
-        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"$ref": "#"}, "strict": True}}]},
-         "tools[0].function.parameters"),
-        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"$ref": "#"}}}], "tool_choice": "required"},
-         "tools[0].function.parameters"),
-        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"x-guidance": {"lenient": True}}, "strict": True}}]},
-         "tools[0].function.parameters"),
-        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
-        ({"messages": assistant(arguments="[1]")}, "messages[0].tool_calls[0].function.arguments"),
-        ({"messages": assistant(arguments="{")}, "messages[0].tool_calls[0].function.arguments"),
-        ({"messages": assistant(arguments='{"a":' + "[" * 100_000)}, "messages[0].tool_calls[0].function.arguments"),
-        ({"messages": assistant(arguments='{"a":[' + "0," * 50_000 + "0]}")}, "messages[0].tool_calls[0].function.arguments"),
-        ({"messages": assistant(arguments='{"a":' + "9" * 5000 + "}")}, "messages[0].tool_calls[0].function.arguments"),
-        ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 129}]}, "messages[0].tool_calls"),
-        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}}, "chat_template_kwargs.reasoning_effort"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fields, param", [
+    ({"tool_choice": "required"}, "tool_choice"), ({"tools": [TOOL, TOOL]}, "tools"), ({"tools": [TOOL] * 129}, "tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice.function.name"),
+    ({"tools": [{**TOOL, "function": {**TOOL["function"], "description": "x" * 300_000}}]}, "tools"),
+    ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"$ref": "#"}, "strict": True}}]},
+     "tools[0].function.parameters"),
+    ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"$ref": "#"}}}], "tool_choice": "required"},
+     "tools[0].function.parameters"),
+    ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"x-guidance": {"lenient": True}}, "strict": True}}]},
+     "tools[0].function.parameters"),
+    ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+    ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+    ({"messages": assistant(arguments="[1]")}, "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": assistant(arguments="{")}, "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": assistant(arguments='{"a":' + "[" * 100_000)}, "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": assistant(arguments='{"a":[' + "0," * 50_000 + "0]}")}, "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": assistant(arguments='{"a":' + "9" * 5000 + "}")}, "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 129}]}, "messages[0].tool_calls"),
+    ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}}, "chat_template_kwargs.reasoning_effort"),
+])  # fmt: skip
 def test_what_is_wrong_is_named_and_asks_no_model(fields, param):
     pool = MockPool()
-    assert error_of(chat(client(pool), **fields), 400)["param"] == param
-    assert pool.jobs == []
+    assert error_of(chat(client(pool), **fields), 400)["param"] == param and pool.jobs == []
 
 
 def test_a_tools_answer_may_be_parts_and_carries_no_pictures_of_unknown_form():
@@ -159,17 +152,14 @@ RESULTS = [{"role": "tool", "tool_call_id": name, "content": "12"} for name in (
 ASK, SAID = {"role": "user", "content": "?"}, {"role": "assistant", "content": "It is."}
 
 
-@pytest.mark.parametrize(
-    "messages, param, words",
-    [
-        ([ASK, RESULTS[0]], "messages[1].tool_call_id", "no tool_calls come before this message"),
-        ([ASK, CALLS, *RESULTS, {**RESULTS[0], "tool_call_id": "c3"}], "messages[4].tool_call_id", "(choices: c1, c2)"),
-        ([CALLS, *RESULTS, SAID, RESULTS[0]], "messages[4].tool_call_id", "no tool_calls come before this message"),
-        ([CALLS, RESULTS[0], ASK], "messages[0].tool_calls", "no tool message answers c1."),
-        ([ASK, CALLS, ASK], "messages[1].tool_calls", "no tool message answers c1, c2."),
-        ([ASK, CALLS], "messages[1].tool_calls", "no tool message answers c1, c2."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("messages, param, words", [
+    ([ASK, RESULTS[0]], "messages[1].tool_call_id", "no tool_calls come before this message"),
+    ([ASK, CALLS, *RESULTS, {**RESULTS[0], "tool_call_id": "c3"}], "messages[4].tool_call_id", "(choices: c1, c2)"),
+    ([CALLS, *RESULTS, SAID, RESULTS[0]], "messages[4].tool_call_id", "no tool_calls come before this message"),
+    ([CALLS, RESULTS[0], ASK], "messages[0].tool_calls", "no tool message answers c1."),
+    ([ASK, CALLS, ASK], "messages[1].tool_calls", "no tool message answers c1, c2."),
+    ([ASK, CALLS], "messages[1].tool_calls", "no tool message answers c1, c2."),
+])  # fmt: skip
 def test_a_result_without_its_call_is_refused_and_a_call_without_its_result(messages, param, words):
     pool = MockPool()
     error = error_of(chat(client(pool), messages=messages), 400)
@@ -204,46 +194,39 @@ ON = {"messages": [*CHAT["messages"], HALF], "continue_final_message": True}
 def test_a_message_is_continued():
     pool = MockPool()
     assert chat(client(pool), **ON, add_generation_prompt=False, n=2, tools=[TOOL]).is_success
-    assert [job.continue_final_message for job in pool.jobs] == [True, True]
-    assert pool.jobs[0].prompt[-1] == HALF
+    assert [job.continue_final_message for job in pool.jobs] == [True, True] and pool.jobs[0].prompt[-1] == HALF
     parts = [{"type": "text", "text": "Hel"}]
     assert chat(client(pool), **{**ON, "messages": [*CHAT["messages"], {**HALF, "content": parts}]}).is_success
     assert chat(client(pool), add_generation_prompt=True, continue_final_message=False).is_success
     assert [job.continue_final_message for job in pool.jobs] == [True, True, True, False]
 
 
-@pytest.mark.parametrize(
-    "fields, param",
-    [
-        ({"messages": CHAT["messages"]}, "messages[0].role"), ({"add_generation_prompt": True}, "add_generation_prompt"),
-        ({"continue_final_message": None, "add_generation_prompt": False}, "add_generation_prompt"),
-        ({"messages": [*CHAT["messages"], {"role": "assistant", "content": " "}]}, "messages[1].content"),
-        ({"messages": [*CHAT["messages"], {"role": "assistant", "content": []}]}, "messages[1].content"),
-        ({"messages": [*CHAT["messages"], {**HALF, "tool_calls": [CALL]}]}, "messages[1].tool_calls"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"), ({"continue_final_message": 1}, "continue_final_message"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("fields, param", [
+    ({"messages": CHAT["messages"]}, "messages[0].role"), ({"add_generation_prompt": True}, "add_generation_prompt"),
+    ({"continue_final_message": None, "add_generation_prompt": False}, "add_generation_prompt"),
+    ({"messages": [*CHAT["messages"], {"role": "assistant", "content": " "}]}, "messages[1].content"),
+    ({"messages": [*CHAT["messages"], {"role": "assistant", "content": []}]}, "messages[1].content"),
+    ({"messages": [*CHAT["messages"], {**HALF, "tool_calls": [CALL]}]}, "messages[1].tool_calls"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"), ({"continue_final_message": 1}, "continue_final_message"),
+])  # fmt: skip
 def test_what_cannot_be_continued_is_refused(fields, param):
     pool = MockPool()
-    assert error_of(chat(client(pool), **{**ON, **fields}), 400)["param"] == param
-    assert not pool.jobs
+    assert error_of(chat(client(pool), **{**ON, **fields}), 400)["param"] == param and not pool.jobs
 
 
 # A number beyond float64: Python reads it, llguidance does not.
 LONG = "9" * 400
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [("NaN", "number"), ("1e999", "number"), ("-Infinity", "number"), (LONG, "number"), ('"\\ud800"', "surrogate")],
-)
+@pytest.mark.parametrize(("value", "words"), [
+    ("NaN", "number"), ("1e999", "number"), ("-Infinity", "number"), (LONG, "number"), ('"\\ud800"', "surrogate"),
+])  # fmt: skip
 def test_arguments_of_a_call_that_json_cannot_hold_are_refused_by_field(value, words):
     asked = {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": f'{{"a": [{value}]}}'}}]}
     answer = {"role": "tool", "tool_call_id": "c1", "content": "r"}
     pool = MockPool()
-    response = chat(client(pool), messages=[{"role": "user", "content": "q"}, asked, answer], tools=[TOOL])
-    error = error_of(response, 400)
+    error = error_of(chat(client(pool), messages=[{"role": "user", "content": "q"}, asked, answer], tools=[TOOL]), 400)
     assert error["param"] == "messages[1].tool_calls[0].function.arguments" and words in error["message"]
     assert not pool.jobs
 
@@ -261,7 +244,6 @@ def test_a_schema_with_a_number_that_json_cannot_hold_is_refused_by_field(value)
     ):
         body = json.dumps({**CHAT, **fields}).replace('"?"', value)
         headers = {"content-type": "application/json"}
-        response = client(pool).post("/v1/chat/completions", content=body, headers=headers)
-        error = error_of(response, 400)
+        error = error_of(client(pool).post("/v1/chat/completions", content=body, headers=headers), 400)
         assert error["param"] == param and "number" in error["message"]
     assert not pool.jobs

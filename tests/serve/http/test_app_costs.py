@@ -37,12 +37,10 @@ def test_an_unknown_name_is_compared_with_a_few_of_a_thousand(name, monkeypatch)
     near = faults.near_names
     monkeypatch.setattr(faults, "near_names", noted)
     pool = MockPool(adapters=[f"style-{number}" for number in range(1000)])
-    found = client(pool).get(f"/v1/models/{name}")
-    assert found.status_code == 404
+    assert client(pool).get(f"/v1/models/{name}").status_code == 404
     ((length, count),) = compared
     assert length <= 64 and count <= 32
-    error = faults.UnknownModelError("style-77x", [f"style-{number}" for number in range(1000)])
-    assert error.allowed[0] == "style-77"
+    assert faults.UnknownModelError("style-77x", [f"style-{number}" for number in range(1000)]).allowed[0] == "style-77"
 
 
 def test_of_a_key_that_is_given_twice_the_last_one_counts():

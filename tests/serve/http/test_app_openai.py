@@ -20,6 +20,7 @@ from pydantic import BaseModel
 import trimtab
 from tests import ROOT, waiting
 from tests.long_runs import crossed
+from tests.raised import raised
 from trimtab.cli import main as cli
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
@@ -43,12 +44,10 @@ def address():
     ]  # fmt: skip
     # The key comes from the environment: on a command line every user of the machine could read it.
     process = subprocess.Popen(
-        command,
-        cwd=ROOT,
+        command, cwd=ROOT,
         env={**ENVIRONMENT, "TRIMTAB_API_KEY": KEY, "TRIMTAB_ADMIN_KEY": ADMIN_KEY},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     try:
         assert process.stderr is not None and process.stderr.readline() == "demo: 3 adapters, 6 rows\n"
         found = process.stderr.readline().split()[0]
@@ -124,8 +123,7 @@ def test_text_pictures_and_sounds_are_answered_as_alone(client, model, kind, ada
     expected = alone(model, question, adapter)
     assert found.choices[0].message.content == expected.text == question["answers"][adapter or "base"]
     assert found.choices[0].finish_reason == expected.finish_reason == "stop"
-    assert found.usage.prompt_tokens == expected.prompt_tokens
-    assert found.usage.completion_tokens == len(expected.token_ids)
+    assert found.usage.prompt_tokens == expected.prompt_tokens and found.usage.completion_tokens == len(expected.token_ids)
 
 
 def test_a_stream_has_the_same_text_in_pieces(client, model):
@@ -135,8 +133,7 @@ def test_a_stream_has_the_same_text_in_pieces(client, model):
     )
     *chunks, last = list(stream)
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
-    assert "".join(pieces) == alone(model, question, "style").text
-    assert sum(map(bool, pieces)) > 3
+    assert "".join(pieces) == alone(model, question, "style").text and sum(map(bool, pieces)) > 3
     assert chunks[-1].choices[0].finish_reason == "stop" and last.choices == [] and last.usage.completion_tokens > 3
 
 
@@ -199,8 +196,7 @@ def test_a_stop_text_ends_an_answer_before_it(client, model):
     whole = alone(model, question).text
     word = whole.split()[2]
     found = client.chat.completions.create(model="demo", messages=asked(question), temperature=0, stop=[word])
-    assert found.choices[0].message.content == whole[: whole.index(word)]
-    assert found.choices[0].finish_reason == "stop"
+    assert found.choices[0].message.content == whole[: whole.index(word)] and found.choices[0].finish_reason == "stop"
 
 
 def test_an_answer_that_is_cut_says_so(client):
@@ -299,15 +295,13 @@ def test_an_adapter_is_loaded_asked_and_unloaded(client, model):
     found = client.chat.completions.create(model="again", messages=asked(question), temperature=0)
     assert found.choices[0].message.content == question["answers"]["specialist"]
     admin.post("/unload_lora_adapter", body={"lora_name": "again"}, cast_to=object)
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.chat.completions.create(model="again", messages=asked(question))
-    assert caught.value.body["class"] == "UnknownModelError"
+    error = raised(openai.NotFoundError, lambda: client.chat.completions.create(model="again", messages=asked(question)))
+    assert error.body["class"] == "UnknownModelError"
 
 
 def test_the_examples_in_the_docs_run(address, capsys):
     pages = [(ROOT / "docs" / name).read_text("utf-8") for name in ("serve-many-adapters.md", "server-api.md", "embeddings.md")]
-    text = "\n".join(pages)
-    code = "\n".join(re.findall(r"```py\n(.*?)```", text, re.DOTALL))
+    code = "\n".join(re.findall(r"```py\n(.*?)```", "\n".join(pages), re.DOTALL))
     for name, stands_in in {
         "http://127.0.0.1:8000": address, '"none"': repr(KEY), '"medical:0.7+legal:0.3"': '"style:0.7+specialist:0.3"',
         '"medical"': '"style"', '"legal"': '"specialist"',
@@ -323,8 +317,7 @@ def test_the_examples_in_the_docs_run(address, capsys):
 
 
 def test_the_examples_of_tools_run(address, capsys):
-    text = (ROOT / "docs" / "tools.md").read_text("utf-8")
-    code = "\n".join(re.findall(r"```py\n(.*?)```", text, re.DOTALL))
+    code = "\n".join(re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "tools.md").read_text("utf-8"), re.DOTALL))
     code = code.replace("http://127.0.0.1:8000", address).replace('"none"', repr(KEY))
     found = {}
     exec(compile(code, "tools", "exec"), found)

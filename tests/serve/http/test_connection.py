@@ -278,11 +278,10 @@ def test_a_stream_to_a_client_that_has_closed_its_direction_says_close_alone():
     assert [line for line in lines if line.startswith(b"connection")] == [b"connection: close"]
 
 
-@pytest.mark.parametrize(
-    ("target", "path", "query"),
-    [(b"http://other:81/v1/models?a=http://b", "/v1/models", b"a=http://b"), (b"HTTPS://other:81", "/", b""),
-     (b"http://other:81?x", "/", b"x"), *((bad, None, b"") for bad in (b"ftp://other/x", b"http:///x", b"http://me@other/x"))],
-)  # fmt: skip
+@pytest.mark.parametrize(("target", "path", "query"), [
+    (b"http://other:81/v1/models?a=http://b", "/v1/models", b"a=http://b"), (b"HTTPS://other:81", "/", b""),
+    (b"http://other:81?x", "/", b"x"), *((bad, None, b"") for bad in (b"ftp://other/x", b"http:///x", b"http://me@other/x")),
+])  # fmt: skip
 def test_a_target_that_is_a_whole_address_is_its_path_on_its_own_host(target, path, query):
     async def app(scope, receive, send):
         seen.append((scope["path"], scope["query_string"], [value for name, value in scope["headers"] if name == b"host"]))

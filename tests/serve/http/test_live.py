@@ -56,8 +56,7 @@ def test_keys_and_limits_change_between_two_requests():
     pool, post = server(lambda: ([model("demo")], after, ()))
     assert post("/v1/chat/completions", "old", CHAT).status_code == 200
     found = post("/admin/reload", "root").json()
-    assert found["status"] == "reloaded"
-    assert found["changed"] == ["api_keys", "queue_limit", "limits", "key_limits"]
+    assert found["status"] == "reloaded" and found["changed"] == ["api_keys", "queue_limit", "limits", "key_limits"]
     assert (found["loaded"], found["unloaded"], found["needs_restart"]) == (["demo:new"], ["demo:style"], [])
     assert pool.calls == [("use", "demo")] and pool.settings.queue_limit == 3
     assert post("/v1/chat/completions", "old", CHAT).status_code == 401
@@ -69,8 +68,7 @@ def test_keys_and_limits_change_between_two_requests():
 
 def test_only_an_administrator_reloads():
     _, post = server(lambda: ([model("demo")], BEFORE, ()))
-    assert post("/admin/reload", "none").status_code == 401
-    assert post("/admin/reload", "old").status_code == 403
+    assert post("/admin/reload", "none").status_code == 401 and post("/admin/reload", "old").status_code == 403
     assert post("/admin/reload", "root").status_code == 200
 
 
@@ -135,8 +133,7 @@ def test_what_needs_a_restart_is_named_and_stays():
     after = replace(BEFORE, port=9, grace_s=1.0, limits=Limits(connections=3, n=2))
     pool, post = server(lambda: ([model("demo")], after, ()))
     found = post("/admin/reload", "root").json()
-    assert found["needs_restart"] == ["port", "grace_s", "limits.connections"]
-    assert found["changed"] == ["limits"]
+    assert found["needs_restart"] == ["port", "grace_s", "limits.connections"] and found["changed"] == ["limits"]
     assert (pool.settings.port, pool.settings.limits.connections, pool.settings.limits.n) == (8000, 512, 2)
 
 
@@ -163,8 +160,7 @@ def test_a_model_gets_the_adapters_that_its_file_names_now():
         # What a client has loaded stays; a name that it took is a problem that is told.
         await pool.load_adapter("a", "mine", "v")
         found = await pool.use(replace(first, adapters={"mine": "q"}, rows=3))
-        assert found["problems"] and "mine" in found["problems"][0]
-        assert found["needs_restart"] == ["models.a"]
+        assert found["problems"] and "mine" in found["problems"][0] and found["needs_restart"] == ["models.a"]
         assert sorted(pool._members["a"].adapters) == ["mine"]
         with pytest.raises(RequestError):
             await pool.load_adapter("a", "mine", "again")

@@ -68,15 +68,13 @@ def index():
 @each("name", sorted(page.ASSETS))
 def test_every_asset_is_sent_as_what_it_is(name):
     answer = client().get(f"/page/{name}")
-    assert answer.status_code == 200
-    assert answer.headers["content-type"] == page.ASSETS[name]
+    assert answer.status_code == 200 and answer.headers["content-type"] == page.ASSETS[name]
     assert answer.content == (page.FOLDER / name).read_bytes()
 
 
 def test_the_page_is_at_the_root():
     answer = client().get("/")
-    assert answer.content == (page.FOLDER / page.INDEX).read_bytes()
-    assert answer.headers["content-type"].startswith("text/html")
+    assert answer.content == (page.FOLDER / page.INDEX).read_bytes() and answer.headers["content-type"].startswith("text/html")
 
 
 @pytest.mark.parametrize("name", ["page.py", "..%2Fpage.py", "%2e%2e/settings.py", "index.html/../../app.py", "PAGE.CSS", ""])
@@ -101,16 +99,14 @@ def test_a_known_version_is_not_sent_again():
     found = client()
     tag = found.get("/page/page.js").headers["etag"]
     again = found.get("/page/page.js", headers={"if-none-match": tag})
-    assert again.status_code == 304
-    assert again.content == b""
+    assert again.status_code == 304 and again.content == b""
     assert found.get("/page/page.css").headers["etag"] != tag
 
 
 def test_about_says_whether_adapters_can_be_loaded(tmp_path):
     assert client().get("/page/about.json").json()["loads_adapters"] is False
     found = client(adapter_root=tmp_path).get("/page/about.json")
-    assert found.json()["loads_adapters"] is True
-    assert str(tmp_path) not in found.text
+    assert found.json()["loads_adapters"] is True and str(tmp_path) not in found.text
 
 
 # Policy ---------------------------------------------------------------------------------------------------------------
@@ -124,10 +120,8 @@ def test_every_answer_carries_the_policy(path):
     assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
     assert rules["frame-ancestors"] == rules["base-uri"] == rules["form-action"] == "'none'"
     assert rules["require-trusted-types-for"] == "'script'"
-    assert "unsafe" not in headers["content-security-policy"]
-    assert "http" not in headers["content-security-policy"]
-    assert headers["x-content-type-options"] == "nosniff"
-    assert headers["referrer-policy"] == "no-referrer"
+    assert "unsafe" not in headers["content-security-policy"] and "http" not in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
 
 
 def test_the_page_has_nothing_that_the_policy_would_refuse(index):
@@ -172,16 +166,14 @@ def test_the_reader_of_markdown_is_what_its_project_published():
 
 def test_the_reader_of_markdown_takes_no_html():
     script = text_of("markdown.js")
-    assert "html: false" in script
-    assert "innerHTML" not in script and ".render(" not in script
+    assert "html: false" in script and "innerHTML" not in script and ".render(" not in script
 
 
 # The parts fit together -----------------------------------------------------------------------------------------------
 
 
 def test_the_html_is_well_formed(index):
-    assert index.problems == []
-    assert len(index.ids) == len(set(index.ids))
+    assert index.problems == [] and len(index.ids) == len(set(index.ids))
 
 
 @each("name", SCRIPTS)
@@ -196,8 +188,7 @@ def test_ids_in_lists_are_in_the_page_too(index):
     lists = re.findall(r"for \(const (?:id|name|\[\w+, \w+\]) of \[(.+?)\]\) \{", "".join(map(text_of, SCRIPTS)))
     lists += re.findall(r"const (?:NUMBERS|TEXTS|CHECKS) = \[(.+?)\]", text_of("options.js"))
     named = {word for found in lists for word in re.findall(r'"([a-z]+(?:-[a-z]+)+)"', found)}
-    assert {"top-p", "max-tokens", "state-text", "load-dialog"} <= named
-    assert named <= set(index.ids)
+    assert {"top-p", "max-tokens", "state-text", "load-dialog"} <= named and named <= set(index.ids)
 
 
 def test_every_style_of_a_script_is_in_the_sheet():
@@ -231,16 +222,14 @@ def test_every_control_has_a_label(index):
             assert attributes["id"] in labelled, attributes
     described = [attributes["aria-describedby"] for _, attributes in index.tags if "aria-describedby" in attributes]
     named = [attributes["aria-labelledby"] for _, attributes in index.tags if "aria-labelledby" in attributes]
-    assert set(described) | set(named) <= set(index.ids)
-    assert labelled <= set(index.ids)
+    assert set(described) | set(named) <= set(index.ids) and labelled <= set(index.ids)
 
 
 def test_every_drawing_that_is_used_is_in_the_page(index):
     text = "".join(map(text_of, [*SCRIPTS, page.INDEX]))
     used = set(re.findall(r'icon\("(\w+)"\)|tool\("(\w+)"|#i-(\w+)"', text))
     names = {name for found in used for name in found if name} | {"done", "close"}
-    assert len(names) > 15
-    assert {f"i-{name}" for name in names} <= set(index.ids)
+    assert len(names) > 15 and {f"i-{name}" for name in names} <= set(index.ids)
 
 
 def test_patterns_and_styles_of_the_picture_match(index):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests import waiting
+from tests.raised import raised
 from trimtab.errors import RequestError
 from trimtab.serve.contract.settings import Limits, Settings
 from trimtab.serve.http.auth import client_network
@@ -28,10 +29,9 @@ def get(found, url):
 
 
 def refused(found, url):
-    with pytest.raises(RequestError) as caught:
-        get(found, url)
-    assert caught.value.field == FIELD
-    return str(caught.value)
+    error = raised(RequestError, get, found, url)
+    assert error.field == FIELD
+    return str(error)
 
 
 @contextmanager
@@ -67,26 +67,20 @@ def test_without_named_hosts_nothing_is_fetched():
     assert "does not fetch" in refused(Fetcher(Settings()), "http://pictures.example/a.png")
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://other.example/a", "http://pictures.example.evil/a", "http://evil@other.example/a", "http://pictures.example./a",
-        "http://2130706433/a", "http://0x7f000001/a", "http://127.0.0.1/a", "http://[::1]/a", "http://localhost/a",
-        "http://pictures.example@evil.example/a", "http://evil.example#@pictures.example/a", "http:///a", "http://[/a",
-        "http://evil.example\\@pictures.example.evil/a",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("url", [
+    "http://other.example/a", "http://pictures.example.evil/a", "http://evil@other.example/a", "http://pictures.example./a",
+    "http://2130706433/a", "http://0x7f000001/a", "http://127.0.0.1/a", "http://[::1]/a", "http://localhost/a",
+    "http://pictures.example@evil.example/a", "http://evil.example#@pictures.example/a", "http:///a", "http://[/a",
+    "http://evil.example\\@pictures.example.evil/a",
+])  # fmt: skip
 def test_other_hosts_are_refused(url):
     assert "host" in refused(fetcher(), url) or "not an address" in refused(fetcher(), url)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://me@pictures.example/a", "http://:x@pictures.example/a", "http://pictures.example:22/a",
-        "http://pictures.example:99999/a",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("url", [
+    "http://me@pictures.example/a", "http://:x@pictures.example/a", "http://pictures.example:22/a",
+    "http://pictures.example:99999/a",
+])  # fmt: skip
 def test_users_and_ports_are_refused(url):
     assert refused(fetcher(), url)
 
@@ -277,38 +271,29 @@ def test_a_network_of_the_registries_is_not_public_at_either_end(network):
                 assert not is_public(form.format(address)), form.format(address)
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "1.1.1.1", "9.255.255.255", "11.0.0.0", "100.63.255.255", "100.128.0.0", "126.255.255.255", "128.0.0.0", "169.253.255.255",
-        "172.15.255.255", "172.32.0.0", "192.0.1.0", "192.0.3.0", "192.167.255.255", "192.169.0.0", "198.17.255.255", "198.20.0.0",
-        "223.255.255.255", "2606:4700::1111", "2001:200::1", "2001:470:1::1", "2003::1", "2a00:1450::1", "::ffff:1.1.1.1",
-        "64:ff9b::1.1.1.1", "2001:470:1::5efe:1.1.1.1",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("address", [
+    "1.1.1.1", "9.255.255.255", "11.0.0.0", "100.63.255.255", "100.128.0.0", "126.255.255.255", "128.0.0.0", "169.253.255.255",
+    "172.15.255.255", "172.32.0.0", "192.0.1.0", "192.0.3.0", "192.167.255.255", "192.169.0.0", "198.17.255.255", "198.20.0.0",
+    "223.255.255.255", "2606:4700::1111", "2001:200::1", "2001:470:1::1", "2003::1", "2a00:1450::1", "::ffff:1.1.1.1",
+    "64:ff9b::1.1.1.1", "2001:470:1::5efe:1.1.1.1",
+])  # fmt: skip
 def test_what_stands_beside_them_is_public(address):
     assert is_public(address)
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "fec0::1", "::127.0.0.1", "64:ff9b:1::7f00:1", "::ffff:0:7f00:1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "fe80::1%eth0",
-        "::ffff:7f00:1", "2002:7f00:1::", "2002:101:101::", "2001:0:4136:e378:8000:63bf:80ff:fffe", "fd00:ec2::254", "ff02::1",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("address", [
+    "fec0::1", "::127.0.0.1", "64:ff9b:1::7f00:1", "::ffff:0:7f00:1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "fe80::1%eth0",
+    "::ffff:7f00:1", "2002:7f00:1::", "2002:101:101::", "2001:0:4136:e378:8000:63bf:80ff:fffe", "fd00:ec2::254", "ff02::1",
+])  # fmt: skip
 def test_loopback_and_metadata_are_not_public_in_any_form(address):
     assert not is_public(address)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("2001:db8:1:2::1", "2001:db8:1:2:ffff:ffff:ffff:ffff"), ("fe80::1%eth0", "fe80::2%eth0"),
-        ("::ffff:192.0.2.7", "192.0.2.7"), ("::ffff:c000:207", "64:ff9b::192.0.2.7"), ("127.0.0.1", "127.255.3.9"),
-        ("::1", "127.0.0.1"), ("::ffff:127.0.0.2", "127.0.0.1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("one", "other"), [
+    ("2001:db8:1:2::1", "2001:db8:1:2:ffff:ffff:ffff:ffff"), ("fe80::1%eth0", "fe80::2%eth0"),
+    ("::ffff:192.0.2.7", "192.0.2.7"), ("::ffff:c000:207", "64:ff9b::192.0.2.7"), ("127.0.0.1", "127.255.3.9"),
+    ("::1", "127.0.0.1"), ("::ffff:127.0.0.2", "127.0.0.1"),
+])  # fmt: skip
 def test_addresses_that_one_client_can_take_are_one_client(one, other):
     assert client_network(one) == client_network(other)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from tests.serve.contract.test_settings import refused
+from tests.raised import refused
 from tests.serve.http.test_app import MockPool, client
 from trimtab.engine.chat import media_headers
 from trimtab.engine.chat.media_headers import webp_size
@@ -78,17 +78,13 @@ def check_sound(data, kind="wav", **limits):
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_a_picture_is_taken_by_its_size(kind):
     data = picture(kind, (40, 30))
-    assert check_image(data, image_pixels=1200) == 1200
-    assert "40 x 30" in str(refused(check_image, data, image_pixels=1199))
+    assert check_image(data, image_pixels=1200) == 1200 and "40 x 30" in str(refused(check_image, data, image_pixels=1199))
 
 
-@pytest.mark.parametrize(
-    "width, height, words",
-    [
-        (31_000_000, 1, "the limit per side is 16384"), (16_385, 500, "the limit per side is"),
-        (4_000, 19, "longer to shorter side is 200"), (1, 201, "longer to shorter side is 200"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("width, height, words", [
+    (31_000_000, 1, "the limit per side is 16384"), (16_385, 500, "the limit per side is"),
+    (4_000, 19, "longer to shorter side is 200"), (1, 201, "longer to shorter side is 200"),
+])  # fmt: skip
 def test_a_picture_of_a_senseless_size_is_refused_by_its_header(width, height, words):
     error = refused(check_image, png(width, height))
     assert error.field == FIELD and f"has {width} x {height} pixels" in str(error) and words in str(error)
@@ -96,8 +92,7 @@ def test_a_picture_of_a_senseless_size_is_refused_by_its_header(width, height, w
 
 def test_a_lossless_and_an_extended_webp_are_measured():
     for options in ({"lossless": True}, {"exif": b"Exif\0\0x"}):
-        data = picture("WEBP", (40, 30), **options)
-        assert webp_size(data) == (40, 30)
+        assert webp_size(picture("WEBP", (40, 30), **options)) == (40, 30)
 
 
 def test_a_header_of_a_huge_picture_is_refused_before_its_pixels():
@@ -131,14 +126,11 @@ def test_what_is_no_picture_is_refused(data):
     assert refused(check_image, data).field == FIELD
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "", "x", "file:///etc/passwd", "/etc/passwd", "data:image/png,abc", "data:text/plain;base64,YQ==",
-        "data:image/svg+xml;base64,YQ==", "data:image/tiff;base64,YQ==", "data:;base64,YQ==", "ftp://a/b",
-        "data:image/png;base64,", "data:image/png;base64,@@", "data:image/png;base64,YQ", "data:image/png;base64,YQ==\n",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("url", [
+    "", "x", "file:///etc/passwd", "/etc/passwd", "data:image/png,abc", "data:text/plain;base64,YQ==",
+    "data:image/svg+xml;base64,YQ==", "data:image/tiff;base64,YQ==", "data:;base64,YQ==", "ftp://a/b",
+    "data:image/png;base64,", "data:image/png;base64,@@", "data:image/png;base64,YQ", "data:image/png;base64,YQ==\n",
+])  # fmt: skip
 def test_what_is_no_data_url_of_a_picture_is_refused(url):
     assert refused(media.from_data_url, url, field=FIELD).field == FIELD
 
@@ -155,8 +147,7 @@ def test_a_data_url_gives_its_bytes():
 @pytest.mark.parametrize("options", [{}, {"bits": 8}, {"bits": 24}, {"bits": 32, "tag": 3}, {"channels": 2}, {"tag": 0xFFFE}])
 def test_a_wav_is_measured_by_its_samples(options):
     data = wav(16_000, **options)
-    assert check_sound(data, audio_s=1.0) == 1.0
-    assert "1.0 seconds" in str(refused(check_sound, data, audio_s=0.99))
+    assert check_sound(data, audio_s=1.0) == 1.0 and "1.0 seconds" in str(refused(check_sound, data, audio_s=0.99))
 
 
 def test_the_header_of_a_wav_may_lie_about_its_bytes():
@@ -166,13 +157,10 @@ def test_the_header_of_a_wav_may_lie_about_its_bytes():
     assert check_sound(short, audio_s=1) <= 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"rate": 0}, {"rate": 1}, {"rate": 2**31}, {"channels": 0}, {"channels": 200}, {"bits": 4}, {"bits": 12}, {"tag": 2},
-        {"tag": 0x55}, {"samples": 0}, {"extra": b"fmt \x10\0\0\0" + b"\0" * 16}, {"extra": b"junk\0\0\0\0" * 300},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options", [
+    {"rate": 0}, {"rate": 1}, {"rate": 2**31}, {"channels": 0}, {"channels": 200}, {"bits": 4}, {"bits": 12}, {"tag": 2},
+    {"tag": 0x55}, {"samples": 0}, {"extra": b"fmt \x10\0\0\0" + b"\0" * 16}, {"extra": b"junk\0\0\0\0" * 300},
+])  # fmt: skip
 def test_a_wav_of_impossible_kind_is_refused(options):
     assert refused(check_sound, wav(**{"samples": 160, **options})).field == f"{FIELD}.data"
 
@@ -191,8 +179,7 @@ def test_a_flac_is_measured_by_its_header():
 
 
 def test_a_flac_that_unpacks_to_gigabytes_is_refused():
-    data = flac_claiming(300 * 655_350, 655_350, 8)
-    assert "decoded" in str(refused(check_sound, data, "flac"))
+    assert "decoded" in str(refused(check_sound, flac_claiming(300 * 655_350, 655_350, 8), "flac"))
     for empty in (flac_claiming(0), flac_claiming(5, rate=0), b"fLaC" + b"\0" * 30, flac_claiming(5)[:20]):
         assert refused(check_sound, empty, "flac").field == f"{FIELD}.data"
 
@@ -243,8 +230,7 @@ def test_an_ogg_of_other_than_whole_pages_of_one_stream_is_refused(subtype, monk
 def test_a_png_of_very_many_chunks_or_of_two_headers_is_refused(monkeypatch):
     monkeypatch.setattr(media_headers, "PNG_CHUNKS", 9)
     texts = [(b"tEXt", b"a\0b")] * 8
-    assert check_image(png(40, 30, *texts[:-1])) == 1200
-    assert "chunks" in str(refused(check_image, png(40, 30, *texts)))
+    assert check_image(png(40, 30, *texts[:-1])) == 1200 and "chunks" in str(refused(check_image, png(40, 30, *texts)))
     second = struct.pack(">IIBBBBB", 4000, 3000, 8, 2, 0, 0, 0)
     assert "several headers" in str(refused(check_image, png(4, 3, (b"IHDR", second))))
 
@@ -322,15 +308,12 @@ def restored(body):
     return small, cut
 
 
-@pytest.mark.parametrize(
-    "value, count",
-    [
-        ({"image_url": {"url": URL}}, 1), ({"image_url": URL}, 1), ({"data": TEXT}, 1), ([{"url": URL}, {"data": TEXT}], 2),
-        ({"text": URL}, 0), ({"url": TEXT}, 0), ({"url": "data:image/png;base64,AAAA"}, 0), ([URL], 0),
-        ({"note": 'a "quote" and \\ and \\" more', "url": URL}, 1), ({"text": '"url":"' + URL + '"'}, 0),
-        ({"text": "\\" * 100_001, "url": URL}, 1), ({"text": '"' * 2**17, "url": URL}, 1), ({"a": "", "url": URL, "b": ""}, 1),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("value, count", [
+    ({"image_url": {"url": URL}}, 1), ({"image_url": URL}, 1), ({"data": TEXT}, 1), ([{"url": URL}, {"data": TEXT}], 2),
+    ({"text": URL}, 0), ({"url": TEXT}, 0), ({"url": "data:image/png;base64,AAAA"}, 0), ([URL], 0),
+    ({"note": 'a "quote" and \\ and \\" more', "url": URL}, 1), ({"text": '"url":"' + URL + '"'}, 0),
+    ({"text": "\\" * 100_001, "url": URL}, 1), ({"text": '"' * 2**17, "url": URL}, 1), ({"a": "", "url": URL, "b": ""}, 1),
+])  # fmt: skip
 def test_only_long_base64_of_media_is_cut_out_and_what_is_cut_is_kept(value, count):
     for body in (json.dumps(value).encode(), json.dumps(value, indent=1).encode()):
         small, cut = restored(body)
@@ -343,8 +326,7 @@ def test_base64_whose_slashes_are_escaped_is_cut_out_too(shift, head):
     image = b"\0" * shift + b"\xff" * (CUT_BYTES + shift)  # ends with "/", "//" or "8="
     body = json.dumps({"url": head + base64.b64encode(image).decode()}).replace("/", "\\/").encode()
     small, cut = cut_media.cut_media(body)
-    assert list(cut.values()) == [image]
-    assert json.loads(small)["url"] == head + next(iter(cut))
+    assert list(cut.values()) == [image] and json.loads(small)["url"] == head + next(iter(cut))
 
 
 def test_the_length_from_which_base64_is_cut_out():

@@ -108,8 +108,7 @@ def test_series_of_a_name_that_is_gone_are_dropped():
         metrics.begin("demo", f"a{number}", choices=1).end("QueueFullError")
         metrics.forget(f"a{number}", "demo" if number % 2 else None)
     answer(metrics, "kept")
-    found = samples(metrics)
-    assert {dict(labels).get("adapter") for _, labels in found} - {None} == {"kept", "(unloaded)"}
+    assert {dict(labels).get("adapter") for _, labels in samples(metrics)} - {None} == {"kept", "(unloaded)"}
 
 
 def test_every_loaded_adapter_is_shown_at_zero_before_its_first_request():
@@ -130,8 +129,7 @@ def test_every_loaded_adapter_is_shown_at_zero_before_its_first_request():
 def test_no_sum_over_adapters_goes_down_when_one_is_unloaded():
     metrics = Metrics()
     for name in ("a", "b", "a"):
-        seen = answer(metrics, name)
-        seen.started({})
+        answer(metrics, name).started({})
 
     def sums():
         found, ends = samples(metrics), ("_total", "_sum", "_count", "_bucket")
@@ -180,8 +178,7 @@ def test_what_runs_is_told():
     (labels,) = [dict(labels) for name, labels in found if name == "trimtab_build_info"]
     assert labels["version"] == trimtab.__version__ and labels["torch"] == metadata.version("torch")
     if sys.platform == "linux":  # where /proc tells it
-        assert found["process_resident_memory_bytes", ()] > 2**20
-        assert ("process_cpu_seconds_total", ()) in found
+        assert found["process_resident_memory_bytes", ()] > 2**20 and ("process_cpu_seconds_total", ()) in found
 
 
 def test_only_the_last_requests_are_kept():

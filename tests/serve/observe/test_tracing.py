@@ -65,8 +65,7 @@ def test_a_request_is_a_span_with_its_parts_and_no_text(seen):
         root.start_time,
         *(time for name in ("queue", "prompt", "decode") for time in (one[name].start_time, one[name].end_time)),
     ]
-    assert ends == sorted(ends) and one["decode"].end_time == root.end_time
-    assert root.status.status_code.name == "UNSET"
+    assert ends == sorted(ends) and one["decode"].end_time == root.end_time and root.status.status_code.name == "UNSET"
     for span in spans:
         assert "secret" not in span.to_json() and SECRET not in span.to_json()
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from starlette.testclient import TestClient
 
+from tests.raised import raised
 from tests.serving import words
 from tests.waiting import turns, until_async
 from trimtab.cli import main as cli
@@ -74,8 +75,7 @@ def test_paths_that_exist_here_are_told_in_full(tmp_path, monkeypatch):
     given = ServedModel(name="a", request=request, adapters={"one": "adapters/one", "two": "not/here"})
     settings = Settings(adapter_root=Path("adapters"))
     (found,), back = scale.read_arguments(scale.arguments_of([given], settings))
-    assert found.request.model == str(tmp_path / "model")
-    assert found.request.offload_dir == str(tmp_path / "offload")
+    assert found.request.model == str(tmp_path / "model") and found.request.offload_dir == str(tmp_path / "offload")
     assert dict(found.adapters) == {"one": str(tmp_path / "adapters" / "one"), "two": "not/here"}
     assert back.adapter_root == tmp_path / "adapters"
 
@@ -83,29 +83,22 @@ def test_paths_that_exist_here_are_told_in_full(tmp_path, monkeypatch):
 def test_the_key_of_the_machine_that_runs_it_counts(monkeypatch):
     found = scale.arguments_of([model()], Settings(host="0.0.0.0", api_keys=(KEY,)))
     found["settings"]["api_keys"] = []
-    with pytest.raises(RequestError) as caught:
-        scale.read_arguments(found)
-    assert caught.value.field == "host"
+    assert raised(RequestError, scale.read_arguments, found).field == "host"
     monkeypatch.setenv(scale.KEY_VARIABLE, "another")
     monkeypatch.setenv(scale.ADMIN_KEY_VARIABLE, "admin")
     settings = scale.read_arguments(found)[1]
     assert (settings.api_keys, settings.admin_keys) == (("another",), ("admin",))
 
 
-@pytest.mark.parametrize(
-    "options, given, field",
-    [
-        ({}, {"cpus": 0}, "--cpus-per-replica"), ({}, {"gpus": -1}, "--gpus-per-replica"),
-        ({"device": "cuda"}, {"gpus": 1.5}, "--gpus-per-replica"), ({}, {"gpus": 1}, "--gpus-per-replica"),
-        ({"device": "cuda"}, {"gpus": 0}, "--gpus-per-replica"), ({"device": "cuda:1"}, {}, "device"),
-        ({"device": "auto"}, {"gpus": 0.5}, "gpu_memory"), ({"idle_unload_s": 60.0}, {}, "idle_unload"),
-        ({"adapters": {"one": "/1"}, "weights": {"one": 0.7}}, {}, "--adapter"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options, given, field", [
+    ({}, {"cpus": 0}, "--cpus-per-replica"), ({}, {"gpus": -1}, "--gpus-per-replica"),
+    ({"device": "cuda"}, {"gpus": 1.5}, "--gpus-per-replica"), ({}, {"gpus": 1}, "--gpus-per-replica"),
+    ({"device": "cuda"}, {"gpus": 0}, "--gpus-per-replica"), ({"device": "cuda:1"}, {}, "device"),
+    ({"device": "auto"}, {"gpus": 0.5}, "gpu_memory"), ({"idle_unload_s": 60.0}, {}, "idle_unload"),
+    ({"adapters": {"one": "/1"}, "weights": {"one": 0.7}}, {}, "--adapter"),
+])  # fmt: skip
 def test_what_cannot_hold_on_ray_is_refused(options, given, field):
-    with pytest.raises(RequestError) as caught:
-        scale.arguments_of([model(**options)], Settings(), **given)
-    assert caught.value.field == field
+    assert raised(RequestError, lambda: scale.arguments_of([model(**options)], Settings(), **given)).field == field
 
 
 @pytest.mark.parametrize("text, found", [("1", (1, 1)), ("3", (3, 3)), ("1..4", (1, 4))])
@@ -115,9 +108,7 @@ def test_replicas_are_a_number_or_a_range(text, found):
 
 @pytest.mark.parametrize("text", ["0", "4..1", "1..", "..2", "two", "", "-1", "1.5", "0..2"])
 def test_other_numbers_of_replicas_are_refused(text):
-    with pytest.raises(RequestError) as caught:
-        scale.read_replicas(text)
-    assert caught.value.field == "--replicas"
+    assert raised(RequestError, scale.read_replicas, text).field == "--replicas"
 
 
 def test_gpus_are_for_models_that_may_use_one():
@@ -130,33 +121,26 @@ def test_gpus_are_for_models_that_may_use_one():
 
 def serve(*flags, capsys):
     """Run the command; returns its exit code and what it wrote."""
-    code = cli.main(["serve", "somewhere/else", "--name", "demo", "--device", "cpu", *flags])
-    return code, capsys.readouterr()
+    return cli.main(["serve", "somewhere/else", "--name", "demo", "--device", "cpu", *flags]), capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--replicas", "2"), ("--ray-address", "auto"), ("--gpus-per-replica", "0"), ("--cpus-per-replica", "1"),
-        ("--print-config", "-"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("flags", [
+    ("--replicas", "2"), ("--ray-address", "auto"), ("--gpus-per-replica", "0"), ("--cpus-per-replica", "1"),
+    ("--print-config", "-"),
+])  # fmt: skip
 def test_what_says_something_of_copies_needs_ray(flags, capsys):
     code, said = serve(*flags, capsys=capsys)
     assert code == 2 and flags[0] in said.err and "without --ray" in said.err
 
 
-@pytest.mark.parametrize(
-    "flags, named",
-    [
-        (("--together", "1"), "--together"), (("--idle-unload", "60"), "--idle-unload"),
-        (("--print-config", "-", "--ray-address", "auto"), "--ray-address"),
-        (("--print-config", "-", "--api-key", KEY), "--api-key"),
-        (("--print-config", "-", "--api-key-file", "keys.txt"), "--api-key-file"),
-        (("--print-config", "-", "--admin-key", KEY), "--admin-key"), (("--print-config", "-", "--port", "0"), "--port"),
-        (("--print-config", "no/such/folder/file.yaml"), "--print-config"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("flags, named", [
+    (("--together", "1"), "--together"), (("--idle-unload", "60"), "--idle-unload"),
+    (("--print-config", "-", "--ray-address", "auto"), "--ray-address"),
+    (("--print-config", "-", "--api-key", KEY), "--api-key"),
+    (("--print-config", "-", "--api-key-file", "keys.txt"), "--api-key-file"),
+    (("--print-config", "-", "--admin-key", KEY), "--admin-key"), (("--print-config", "-", "--port", "0"), "--port"),
+    (("--print-config", "no/such/folder/file.yaml"), "--print-config"),
+])  # fmt: skip
 def test_what_has_no_effect_on_ray_is_refused(flags, named, capsys, monkeypatch):
     monkeypatch.setattr(on_ray, "check_ray", lambda: None)
     code, said = serve("--ray", *flags, capsys=capsys)
@@ -293,8 +277,7 @@ def on_front(handle, work, *, retry=False, adapters=None, kept=()):
     """Run work(replicas, ask) on the copies of one model; ask(job) returns the events of a job once it has ended."""
 
     async def all_of_it():
-        told = {"adapters": adapters or {}, "kept": list(kept)}
-        found = Replicas(handle, told, retry=retry)
+        found = Replicas(handle, {"adapters": adapters or {}, "kept": list(kept)}, retry=retry)
         found.start()
 
         async def ask(one):
@@ -359,8 +342,7 @@ def test_a_mix_is_refused_by_name():
 
     async def work(replicas, ask):
         events = await ask(job(adapter="one:0.7+two:0.3"))
-        assert error_class(events) == "RequestError"
-        assert "not supported: a mix of adapters with --ray" in str(events[-1])
+        assert error_class(events) == "RequestError" and "not supported: a mix of adapters with --ray" in str(events[-1])
 
     on_front(handle, work, adapters={"one": "/1", "two": "/2"})
     assert handle.asked == []
@@ -393,19 +375,14 @@ def test_what_had_said_nothing_is_tried_once_more_if_asked():
     on_front(Handle([OSError()], answer), not_twice)
 
 
-@pytest.mark.parametrize("script", [[], words(job(), "so far")[:2]])
+@pytest.mark.parametrize(
+    "script", [[], words(job(), "so far")[:2], [asyncio.CancelledError()]], ids=["nothing", "words", "a cancellation"]
+)
 def test_an_answer_without_an_end_is_an_error(script):
     async def work(replicas, ask):
         assert error_class(await ask(job())) == "WorkerDiedError"
 
     on_front(Handle(script), work)
-
-
-def test_a_cancellation_that_nobody_asked_for_is_an_error():
-    async def work(replicas, ask):
-        assert error_class(await ask(job())) == "WorkerDiedError"
-
-    on_front(Handle([asyncio.CancelledError()]), work)
 
 
 def test_what_is_ours_is_told_as_it_is_and_not_tried_again():
@@ -610,8 +587,7 @@ def on_copy(work, *, adapters=None, kept=(), places=2, **told):
 
     async def all_of_it():
         copy = Replica.__new__(Replica)
-        given = {"adapters": adapters or {}, "kept": list(kept), **told}
-        await copy.__init__(given, False, places)
+        await copy.__init__({"adapters": adapters or {}, "kept": list(kept), **told}, False, places)
         return await asyncio.wait_for(work(copy, copy._supervisor), WAIT_S)
 
     return asyncio.run(all_of_it())
@@ -656,8 +632,7 @@ def test_kept_adapters_are_no_matter_of_rays():
 def test_an_adapter_that_is_bad_is_told_and_the_next_job_is_answered():
     async def work(copy, worker):
         assert error_class(await heard(copy, job(adapter="bad"), "/bad")) == "AdapterError"
-        assert (await copy.load("bad", "/bad"))["class"] == "AdapterError"
-        assert await copy.load("good", "/good") is None
+        assert (await copy.load("bad", "/bad"))["class"] == "AdapterError" and await copy.load("good", "/good") is None
         assert said(await heard(copy, job("2", adapter="good"), "/good"))[-1] == "stop"
 
     on_copy(work)

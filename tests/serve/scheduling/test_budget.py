@@ -21,8 +21,7 @@ def told(chunks=(), steps=(), sizes=CAPTURED):
 
 def test_nothing_is_bounded_without_rows_or_before_a_step_is_known():
     made = told(chunks=[(512, 0.02)])
-    assert made.left_s(0) is None and made.left_s(8) is None
-    assert made.size(None, is_first=True) == 1024
+    assert made.left_s(0) is None and made.left_s(8) is None and made.size(None, is_first=True) == 1024
 
 
 def test_a_step_of_as_many_rows_bounds_the_chunks_behind_it():
@@ -35,10 +34,8 @@ def test_a_step_of_as_many_rows_bounds_the_chunks_behind_it():
 
 def test_the_largest_chunk_that_fits_is_taken():
     made = told(chunks=[(1024, 0.036), (512, 0.022), (256, 0.015)])
-    assert made.size(0.040, is_first=True) == 1024
-    assert made.size(0.025, is_first=True) == 512
-    assert made.size(0.016, is_first=False) == 256
-    assert made.size(0.0, is_first=False) is None
+    assert made.size(0.040, is_first=True) == 1024 and made.size(0.025, is_first=True) == 512
+    assert made.size(0.016, is_first=False) == 256 and made.size(0.0, is_first=False) is None
 
 
 def test_the_first_chunk_of_a_turn_is_the_least_or_one_that_takes_hardly_longer():
@@ -150,10 +147,8 @@ def test_a_size_whose_first_chunk_took_long_is_tried_again():
     st.one_of(st.just(()), st.sets(st.sampled_from(CAPTURED), min_size=1).map(tuple)),
 )  # fmt: skip
 def test_prompts_come_to_an_end_in_sizes_that_the_engine_has(fixed_s, token_s, step_s, prompts, sizes):
-    made = Budget(sizes)
-    taken = served(made, lambda tokens: fixed_s + token_s * tokens, step_s=step_s, prompts=prompts)
-    assert set(taken) <= set(sizes or SIZES)
-    assert len(taken) <= sum(-(-count // min(sizes or SIZES)) for count in prompts)
+    taken = served(Budget(sizes), lambda tokens: fixed_s + token_s * tokens, step_s=step_s, prompts=prompts)
+    assert set(taken) <= set(sizes or SIZES) and len(taken) <= sum(-(-count // min(sizes or SIZES)) for count in prompts)
 
 
 @given(st.floats(0, 1), st.floats(1e-6, 1e-2), st.floats(1e-5, 1.0))

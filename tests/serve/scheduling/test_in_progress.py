@@ -38,8 +38,7 @@ def test_one_that_begins_has_its_piece_after_those_that_are_in_progress():
 
 def test_a_shorter_prompt_always_finds_room_and_all_together_have_no_more_than_there_is():
     found = begun(4_096, 8_192, 2_048, 1_024, 512, 256)
-    assert list(found) == [8_192, 2_048, 1_024, 512, 256]
-    assert found.fits(128) and not found.fits(129) and not found.fits(0)
+    assert list(found) == [8_192, 2_048, 1_024, 512, 256] and found.fits(128) and not found.fits(129) and not found.fits(0)
     assert begun(4_096, 800).fits(400) and not begun(4_096, 800).fits(401)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.serve.scheduling.test_scheduler import MockEngine, ends, job, make, started, to_the_end
+from tests.serve.scheduling.test_scheduler import MockEngine, ends, job, make, started, submit, take_turns, to_the_end
 from trimtab.serve.contract.job import Event
 
 TOKEN_S, SCORED_S, VECTOR_S = (0.0022, 0.01, 0.0015)  # seconds of a token, of one with log-probabilities, and of an embedding's
@@ -105,12 +105,10 @@ def test_a_chat_waits_for_about_a_second_beyond_its_own_prompt(kind, rows, sende
         scheduler, _, told, clock = served()
         for number in range(rows):
             wait_of(scheduler, told, clock, job(f"row{number}", prompt_tokens=20, tokens=100_000))
-        for _ in range(9):
-            scheduler.turn()
+        take_turns(scheduler, 9)
         if not is_alone:
             scheduler.submit(large(kind))
-        for _ in range(turns):
-            scheduler.turn()
+        take_turns(scheduler, turns)
         waits.append(wait_of(scheduler, told, clock, job("chat", sender=sender, prompt_tokens=tokens)))
     alone, beside = waits
     # Of three chunks one is the large prompt's: half of its own time.
@@ -124,11 +122,9 @@ def test_a_small_embedding_waits_for_a_few_pieces_of_a_large_request(kind, rows,
     scheduler, engine, told, clock = served()
     for number in range(rows):
         wait_of(scheduler, told, clock, job(f"row{number}", prompt_tokens=20, tokens=100_000))
-    for _ in range(9):
-        scheduler.turn()
+    take_turns(scheduler, 9)
     scheduler.submit(large(kind))
-    for _ in range(20):
-        scheduler.turn()
+    take_turns(scheduler, 20)
     engine.log.clear()
     waited = wait_of(scheduler, told, clock, embedding("small", 100, sender))
     own = engine.log.count(("piece", "small"))
@@ -144,11 +140,9 @@ def scored_without_a_row(*more):
     scheduler.submit(job("scored", sender="a", tokens=1, prompt_tokens=4_000, scored=True))
     while "scored" not in engine.kept:
         scheduler.turn()
-    for one in more:
-        scheduler.submit(one)
+    submit(scheduler, *more)
     engine.log.clear()
-    for _ in range(100):
-        scheduler.turn()
+    take_turns(scheduler, 100)
     return scheduler, engine, told
 
 
@@ -207,8 +201,7 @@ def test_prompts_in_progress_hold_two_contexts_and_the_room_at_most(rows):
             scheduler.submit(replace(one, kind="embedding") if kind == "embedding" else one)
         elif scheduler._known and draw.random() < 0.05:
             scheduler.cancel(draw.choice(list(scheduler._known)))
-        for _ in range(12):
-            scheduler.turn()
+        take_turns(scheduler, 12)
         begun = {entry.job.id: entry.job for one in (scheduler._prompts.begun, scheduler._rowless.begun) for entry in one}
         held = {name: one.prompt["prompt_tokens"] for name, one in begun.items()} | engine.kept
         most = max(most, sum(held.values()))
@@ -235,8 +228,7 @@ def test_the_choices_of_a_request_wait_for_the_prompt_that_they_share():
     scheduler, engine, told, _ = served()
     scheduler.submit(job("large", prompt_tokens=LARGE))
     scheduler.turn()
-    for name in ("one", "two"):
-        scheduler.submit(replace(job(name, prompt_tokens=700), group="g"))
+    submit(scheduler, *(replace(job(name, prompt_tokens=700), group="g") for name in ("one", "two")))
     scheduler.turn()
     assert started(told) == ["large", "one"]
     while ("prefill", "two") not in engine.log:
@@ -247,10 +239,8 @@ def test_the_choices_of_a_request_wait_for_the_prompt_that_they_share():
 
 def test_prompts_of_about_one_length_keep_their_order():
     scheduler, _, told, _ = served()
-    for number, tokens in enumerate([1_000, 900, 1_100, 600]):
-        scheduler.submit(job(f"{number}", prompt_tokens=tokens))
-    for _ in range(2):
-        scheduler.turn()
+    submit(scheduler, *(job(f"{number}", prompt_tokens=tokens) for number, tokens in enumerate([1_000, 900, 1_100, 600])))
+    take_turns(scheduler, 2)
     scheduler.submit(job("short", prompt_tokens=500))
     to_the_end(scheduler)
     first_tokens = list(dict.fromkeys(event.job_id for event in told if event.kind == "text"))
@@ -261,8 +251,7 @@ def test_one_that_leaves_between_its_chunks_is_forgotten():
     scheduler, engine, _, _ = served()
     for one in (large("plain"), job("chat", prompt_tokens=1_000), large("embedding"), embedding("small", 900)):
         scheduler.submit(replace(one, id=f"{one.kind} {one.id}"))
-    for _ in range(4):
-        scheduler.turn()
+    take_turns(scheduler, 4)
     assert scheduler.running == 4
     for name in list(scheduler._known):
         scheduler.cancel(name)
@@ -273,8 +262,7 @@ def test_one_that_leaves_between_its_chunks_is_forgotten():
 def test_where_prompts_cannot_be_in_progress_beside_each_other_each_is_computed_to_its_end():
     scheduler, engine, _, _ = served()
     engine.interleaves = False
-    for one in (large("plain"), job("chat", prompt_tokens=60)):
-        scheduler.submit(one)
+    submit(scheduler, *(one for one in (large("plain"), job("chat", prompt_tokens=60))))
     to_the_end(scheduler)
     order = [name for kind, name in engine.log if kind == "prefill"]
     assert order == [*["large"] * (len(order) - 1), "chat"]

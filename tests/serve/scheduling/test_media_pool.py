@@ -188,11 +188,9 @@ class Tensor:
 
 def test_what_media_became_counts_until_it_is_dropped(decoder):
     pool = MediaPool(
-        decoder,
-        lambda job: len(image_of(job)),
-        most_bytes=10,
+        decoder, lambda job: len(image_of(job)), most_bytes=10,
         kept=lambda inputs: [one for one in inputs if isinstance(one, Tensor)],
-    )
+    )  # fmt: skip
     prepared = Preparing(lambda job: [Tensor()] if job.id == "a" else job.id, pool)
     inputs = prepared.submit(job("a", b"fast12345")).result(WAIT_S)
     assert pool.used_bytes == 6

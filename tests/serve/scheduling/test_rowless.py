@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.serve.scheduling.test_scheduler import MockEngine, ends, job, make, to_the_end
+from tests.serve.scheduling.test_scheduler import MockEngine, ends, job, make, submit, take_turns, to_the_end
 from tests.serving import RESULTS, USAGE, MockPool, client, words
 from trimtab.errors import DeviceError
 from trimtab.serve.contract.job import Event
@@ -61,10 +61,8 @@ def pieces_in(log):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_prompt_passes_between_two_pieces_whoever_sent_it(kind, sender, rows):
     scheduler, engine, told, _ = served(rows=rows)
-    for name in ("large", "larger"):
-        scheduler.submit(job(name, sender="the same", **{kind: 500}))
-    for _ in range(20):
-        scheduler.turn()
+    submit(scheduler, *(job(name, sender="the same", **{kind: 500}) for name in ("large", "larger")))
+    take_turns(scheduler, 20)
     assert pieces_in(engine.log) == 20  # nobody else is there: one in each turn
     engine.log.clear()
     scheduler.submit(job("chat", tokens=1, sender=sender))
@@ -88,8 +86,7 @@ def test_one_that_waits_for_the_memory_of_a_prompt_begins_before_the_next_prompt
 
 def test_one_goes_through_at_a_time_and_clients_take_turns():
     scheduler, engine, told, _ = served()
-    for name in ("a1", "a2", "a3"):
-        scheduler.submit(job(name, sender="a", vector=2))
+    submit(scheduler, *(job(name, sender="a", vector=2) for name in ("a1", "a2", "a3")))
     scheduler.turn()
     scheduler.submit(job("b1", sender="b", vector=2))
     to_the_end(scheduler)
@@ -101,37 +98,31 @@ def test_beside_answers_pieces_take_the_time_that_a_step_leaves():
     """Steps of 10 ms leave 20 ms for other work: pieces of 50 ms run in two of five turns at most."""
     scheduler, engine, _, clock = served()
     scheduler.submit(job("answer", tokens=10_000))
-    for _ in range(20):
-        scheduler.turn()
+    take_turns(scheduler, 20)
     engine.log.clear()
     scheduler.submit(job("large", scored=500))
     start, turns = clock.now, 200
-    for _ in range(turns):
-        scheduler.turn()
+    take_turns(scheduler, turns)
     assert pieces_in(engine.log) == pytest.approx(turns * 2 / 5, abs=2)
     assert (clock.now - start) / turns <= 3.0 * engine.step_s + 1e-9
     # Prompts use that time too, and pieces go on.
     engine.log.clear()
     scheduler.submit(job("long", pieces=400))
-    for _ in range(100):
-        scheduler.turn()
+    take_turns(scheduler, 100)
     assert 5 <= pieces_in(engine.log) <= 15 and engine.log.count(("prefill", "long")) == 100
 
 
 def test_a_long_prompt_without_rows_leaves_every_second_turn():
     scheduler, engine, _, _ = served()
-    scheduler.submit(job("large", scored=500))
-    scheduler.submit(job("long", pieces=400))
-    for _ in range(100):
-        scheduler.turn()
+    submit(scheduler, job("large", scored=500), job("long", pieces=400))
+    take_turns(scheduler, 100)
     assert pieces_in(engine.log) == 50 and engine.log.count(("prefill", "long")) == 100
 
 
 def test_a_scored_prompt_has_a_row_after_its_pieces_and_other_choices_wait_for_it():
     scheduler, engine, told, _ = served(rows=1)
     scheduler.submit(replace(job("first", tokens=1, scored=3, pieces=2), group="g"))
-    scheduler.submit(replace(job("second", tokens=1, pieces=2), group="g"))
-    scheduler.submit(job("chat", tokens=1))
+    submit(scheduler, replace(job("second", tokens=1, pieces=2), group="g"), job("chat", tokens=1))
     assert (scheduler.waiting, scheduler.running) == (3, 0)
     to_the_end(scheduler)
     prompts = [name for kind, name in engine.log if kind == "prefill"]
@@ -142,8 +133,7 @@ def test_a_scored_prompt_has_a_row_after_its_pieces_and_other_choices_wait_for_i
 def test_other_choices_go_on_when_the_one_they_wait_for_ends():
     scheduler, _, told, _ = served(fail_pieces=("fails",))
     for name, mate in (("fails", "one"), ("leaves", "two")):
-        scheduler.submit(replace(job(name, scored=3), group=name))
-        scheduler.submit(replace(job(mate, tokens=1), group=name))
+        submit(scheduler, replace(job(name, scored=3), group=name), replace(job(mate, tokens=1), group=name))
     scheduler.turn()
     scheduler.turn()
     scheduler.cancel("leaves")
@@ -153,13 +143,10 @@ def test_other_choices_go_on_when_the_one_they_wait_for_ends():
 
 def test_what_was_computed_is_told_of_those_that_leave_or_fail():
     scheduler, engine, told, _ = served()
-    scheduler.submit(job("leaves", scored=9))
-    scheduler.submit(job("fails", vector=9))
-    for _ in range(4):
-        scheduler.turn()
+    submit(scheduler, job("leaves", scored=9), job("fails", vector=9))
+    take_turns(scheduler, 4)
     scheduler.cancel("leaves")
-    for _ in range(3):
-        scheduler.turn()
+    take_turns(scheduler, 3)
     engine.fail_pieces = ("fails",)
     to_the_end(scheduler)
     found = {event.job_id: (event.kind, event.usage["prompt_tokens"]) for event in told if event.usage.get("prompt_tokens")}
@@ -178,8 +165,7 @@ def test_an_adapter_that_a_piece_needs_is_not_kept_from_its_slot_for_ever():
         count += 1
         assert count < 100
         scheduler.submit(job(f"{count}", adapter="a", tokens=5, sender=str(count)))
-        for _ in range(4):
-            scheduler.turn()
+        take_turns(scheduler, 4)
 
 
 @pytest.mark.parametrize("kind", ["short", "long"])
@@ -232,8 +218,7 @@ def test_a_key_pays_for_the_texts_that_were_embedded_before_one_failed(spent, st
         usage = {"prompt_tokens": spent, "completion_tokens": 0}
         return [Event(job.id, "done", finish="stop", usage=usage, result={"embedding": [1.0]})]
 
-    found = status_of_the_next(MockPool(answers), "/v1/embeddings", input=["good", "bad", "good"])
-    assert found == (503, status)
+    assert status_of_the_next(MockPool(answers), "/v1/embeddings", input=["good", "bad", "good"]) == (503, status)
 
 
 def test_a_second_pass_of_a_prompt_counts_for_its_key():
@@ -242,11 +227,10 @@ def test_a_second_pass_of_a_prompt_counts_for_its_key():
     assert status_of_the_next(pool, "/v1/completions", prompt="a", prompt_logprobs=1) == (200, 429)
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]}),
-     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]})],
-)  # fmt: skip
+@pytest.mark.parametrize(("path", "body"), [
+    ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]}),
+])  # fmt: skip
 def test_tokens_that_are_only_split_or_joined_cost_a_key_nothing(path, body):
     usage = {"prompt_tokens": 100, "completion_tokens": 0}
     pool = MockPool(lambda job: [Event(job.id, "done", finish="stop", usage=usage, result=RESULTS[job.kind])])

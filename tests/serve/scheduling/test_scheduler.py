@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.raised import raised, refused
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Event, Job
@@ -187,6 +188,16 @@ def make(engine=None, **options):
     return Scheduler(engine, told.append, now=clock, **options), engine, told, clock
 
 
+def submit(scheduler, *jobs):
+    for one in jobs:
+        scheduler.submit(one)
+
+
+def take_turns(scheduler, count):
+    for _ in range(count):
+        scheduler.turn()
+
+
 def to_the_end(scheduler, limit=10_000):
     for _ in range(limit):
         if not scheduler.turn():
@@ -212,9 +223,7 @@ def test_a_request_without_room_for_its_keys_and_values_waits_and_is_not_overtak
     scheduler, _, told, _ = make(engine, queue_limit=2)
     scheduler.submit(job("first", tokens=15))
     scheduler.turn()
-    scheduler.submit(job("large", tokens=18))
-    for name in ("small", "other"):
-        scheduler.submit(job(name, tokens=2, pieces=2))
+    submit(scheduler, job("large", tokens=18), *(job(name, tokens=2, pieces=2) for name in ("small", "other")))
     scheduler.turn()
     assert (scheduler.running, scheduler.waiting) == (1, 3)
     to_the_end(scheduler)
@@ -241,8 +250,7 @@ def test_a_long_prompt_lets_the_others_step_between_its_pieces():
     scheduler.submit(job("short", tokens=20))
     scheduler.turn()
     scheduler.submit(job("long", pieces=5))
-    for _ in range(5):
-        scheduler.turn()
+    take_turns(scheduler, 5)
     kinds = [entry for entry in engine.log if entry[0] == "prefill" or "short" in entry[1]][2:]
     assert kinds[:8] == [("prefill", "long"), ("step", ("short",))] * 4
 
@@ -250,8 +258,7 @@ def test_a_long_prompt_lets_the_others_step_between_its_pieces():
 def test_prompts_that_wait_go_through_together_as_far_as_there_are_rows():
     scheduler, engine, told, _ = make(MockEngine(rows=4))
     engine.together = 16
-    for name in "abcdef":
-        scheduler.submit(job(name, adapter=name, tokens=4))
+    submit(scheduler, *(job(name, adapter=name, tokens=4) for name in "abcdef"))
     scheduler.turn()
     assert engine.log[0] == ("together", ("a", "b", "c", "d"))
     assert [event.job_id for event in told if event.kind == "started"] == ["a", "b", "c", "d"]
@@ -263,10 +270,7 @@ def test_prompts_that_wait_go_through_together_as_far_as_there_are_rows():
 def test_a_prompt_that_goes_by_itself_lets_those_behind_it_go_together():
     scheduler, engine, told, _ = make(MockEngine(rows=8))
     engine.together = 16
-    scheduler.submit(job("long", pieces=3))
-    scheduler.submit(job("picture", alone=True))
-    for name in "abc":
-        scheduler.submit(job(name))
+    submit(scheduler, job("long", pieces=3), job("picture", alone=True), *(job(name) for name in "abc"))
     to_the_end(scheduler)
     passes = [entry for entry in engine.log if entry[0] != "step"]
     assert passes == [*[("prefill", "long")] * 3, ("prefill", "picture"), ("together", ("a", "b", "c"))]
@@ -278,8 +282,7 @@ def test_where_a_pass_of_several_fails_each_goes_by_itself():
     engine.together = 16
     engine.fail_together.append(DeviceError("out of memory while reading prompts", device="cuda:0"))
     engine.fail_prefill["b"] = DeviceError("out of memory while reading a prompt", device="cuda:0")
-    for name in "abc":
-        scheduler.submit(job(name))
+    submit(scheduler, *(job(name) for name in "abc"))
     to_the_end(scheduler)
     assert [entry for entry in engine.log if entry[0] != "step"] == [("prefill", "a"), ("prefill", "c")]
     assert ends(told) == {"a": "length", "b": "error", "c": "length"}
@@ -292,8 +295,7 @@ def test_where_a_pass_of_several_fails_each_goes_by_itself():
 def test_a_client_that_leaves_before_its_pass_is_forgotten():
     scheduler, engine, told, _ = make(MockEngine(rows=4))
     engine.together = 1
-    for name in "abc":
-        scheduler.submit(job(name))
+    submit(scheduler, *(job(name) for name in "abc"))
     scheduler.turn()
     assert [answer.job.id for answer in engine.chosen] == ["b", "c"]
     scheduler.cancel("b")
@@ -334,13 +336,9 @@ def gaps_of(texts, name):
 
 def test_no_answer_waits_for_anothers_long_prompt():
     scheduler, engine, _, texts = timed(step_s=0.012)
-    for number in range(8):
-        scheduler.submit(job(f"row{number}", tokens=400, size=512))
-    for _ in range(60):
-        scheduler.turn()
-    scheduler.submit(job("long", pieces=40, size=1024))
-    for number in range(12):
-        scheduler.submit(job(f"other{number}", size=512))
+    submit(scheduler, *(job(f"row{number}", tokens=400, size=512) for number in range(8)))
+    take_turns(scheduler, 60)
+    submit(scheduler, job("long", pieces=40, size=1024), *(job(f"other{number}", size=512) for number in range(12)))
     to_the_end(scheduler)
     gaps = sorted(gaps_of(texts, "row0")[20:])
     # A step and chunks of no more than two more.
@@ -352,13 +350,10 @@ def test_no_answer_waits_for_anothers_long_prompt():
 @pytest.mark.parametrize("towers_s", [0.015, 0.03])  # the second takes longer than there is time for
 def test_a_pass_of_towers_goes_behind_a_step_of_its_own_where_a_chunk_beside_it_would_take_too_long(towers_s):
     scheduler, engine, _, texts = timed(step_s=0.012)
-    for number in range(8):
-        scheduler.submit(job(f"row{number}", tokens=400, size=512))
-    for _ in range(60):
-        scheduler.turn()
+    submit(scheduler, *(job(f"row{number}", tokens=400, size=512) for number in range(8)))
+    take_turns(scheduler, 60)
     for number in range(12):
-        scheduler.submit(job(f"picture{number}", size=512, towers_s=towers_s))
-        scheduler.submit(job(f"other{number}", size=512))
+        submit(scheduler, job(f"picture{number}", size=512, towers_s=towers_s), job(f"other{number}", size=512))
     to_the_end(scheduler)
     gaps = sorted(gaps_of(texts, "row0")[20:])
     # Until it has run once, nothing is known of how long it takes: a chunk of 512 tokens, which takes 20 ms, is beside it.
@@ -370,8 +365,7 @@ def test_a_pass_of_towers_goes_behind_a_step_of_its_own_where_a_chunk_beside_it_
 def test_prompts_go_on_where_even_the_least_chunk_takes_longer_than_there_is_time_for():
     scheduler, engine, _, texts = timed(step_s=0.002, chunk_s=lambda size: 0.1 + size / 10_000)
     scheduler.submit(job("row", tokens=300))
-    for _ in range(30):
-        scheduler.turn()
+    take_turns(scheduler, 30)
     scheduler.submit(job("long", pieces=6, size=1024))
     to_the_end(scheduler)
     assert ("long", "done") in {(one[0], one[2]) for one in texts}
@@ -381,10 +375,8 @@ def test_prompts_go_on_where_even_the_least_chunk_takes_longer_than_there_is_tim
 def test_several_short_prompts_go_through_behind_one_step():
     scheduler, engine, _, _ = timed(step_s=0.012, chunk_s=lambda size: 0.001 + size / 100_000)
     scheduler.submit(job("row", tokens=300))
-    for _ in range(30):
-        scheduler.turn()
-    for number in range(20):
-        scheduler.submit(job(f"short{number}", size=64, tokens=50))
+    take_turns(scheduler, 30)
+    submit(scheduler, *(job(f"short{number}", size=64, tokens=50) for number in range(20)))
     before = len(engine.log)
     scheduler.turn()
     kinds = [kind for kind, _ in engine.log[before:]]
@@ -395,10 +387,8 @@ def test_several_short_prompts_go_through_behind_one_step():
 def test_a_prompt_that_went_through_joins_in_the_next_turn_and_can_leave_before():
     scheduler, engine, _, texts = timed(chunk_s=lambda size: 0.001)
     scheduler.submit(job("row", tokens=100))
-    for _ in range(30):
-        scheduler.turn()
-    scheduler.submit(job("gone", tokens=5))
-    scheduler.submit(job("stays", adapter="x", tokens=5))
+    take_turns(scheduler, 30)
+    submit(scheduler, job("gone", tokens=5), job("stays", adapter="x", tokens=5))
     scheduler.turn()
     assert scheduler.running == 3 and len(engine.placed) == 2
     scheduler.cancel("gone")
@@ -411,8 +401,7 @@ def test_a_prompt_whose_last_token_a_step_computes_has_its_row_before_that_step(
     """It waits for one step less than a prompt that arrives while the next step is on its way, in its place in the order."""
     scheduler, engine, _, _ = timed(chunk_s=lambda size: 0.001)
     scheduler.submit(job("row", tokens=100))
-    for _ in range(30):
-        scheduler.turn()
+    take_turns(scheduler, 30)
     for name, is_open in (("open", True), ("closed", False), ("behind", True)):
         scheduler.submit(job(name, adapter=name, tokens=9))
         scheduler._admit()
@@ -429,8 +418,7 @@ def test_a_prompt_whose_last_token_a_step_computes_has_its_row_before_that_step(
 
 def test_adapters_take_turns_however_many_requests_one_of_them_has():
     scheduler, _, told, _ = make(MockEngine(rows=1))
-    for number in range(6):
-        scheduler.submit(job(f"greedy{number}", adapter="greedy", tokens=2))
+    submit(scheduler, *(job(f"greedy{number}", adapter="greedy", tokens=2) for number in range(6)))
     scheduler.submit(job("late", adapter="modest", tokens=2))
     to_the_end(scheduler)
     order = [event.job_id for event in told if event.kind == "started"]
@@ -447,11 +435,9 @@ def started(told):
 
 def test_long_prompts_of_a_client_delay_another_client_by_one_of_them():
     scheduler, engine, told, _ = make(MockEngine(rows=16))
-    for number in range(8):
-        scheduler.submit(job(f"a{number}", sender="a", pieces=10))
+    submit(scheduler, *(job(f"a{number}", sender="a", pieces=10) for number in range(8)))
     scheduler.turn()
-    for name in ("b0", "b1"):
-        scheduler.submit(job(name, sender="b", pieces=2))
+    submit(scheduler, *(job(name, sender="b", pieces=2) for name in ("b0", "b1")))
     to_the_end(scheduler)
     assert started(told) == ["a0", "b0", "a1", "b1", *(f"a{number}" for number in range(2, 8))]
     pieces = [entry[1] for entry in engine.log if entry[0] == "prefill"]
@@ -460,8 +446,7 @@ def test_long_prompts_of_a_client_delay_another_client_by_one_of_them():
 
 def test_long_prompts_of_one_client_leave_a_row_to_another_that_comes_while_they_wait():
     scheduler, _, told, _ = make(MockEngine(rows=3))
-    for number in range(6):
-        scheduler.submit(job(f"a{number}", sender="a", pieces=5, tokens=100))
+    submit(scheduler, *(job(f"a{number}", sender="a", pieces=5, tokens=100) for number in range(6)))
     scheduler.turn()
     scheduler.submit(job("b0", sender="b"))
     scheduler.turn()
@@ -473,8 +458,7 @@ def test_long_prompts_of_one_client_leave_a_row_to_another_that_comes_while_they
 def test_a_client_alone_has_every_row_at_once():
     scheduler, engine, _, _ = make(MockEngine(rows=4))
     engine.together = 16
-    for number in range(6):
-        scheduler.submit(job(f"a{number}", sender="a"))
+    submit(scheduler, *(job(f"a{number}", sender="a") for number in range(6)))
     scheduler.turn()
     assert engine.log[0] == ("together", ("a0", "a1", "a2", "a3"))
     to_the_end(scheduler)
@@ -483,22 +467,18 @@ def test_a_client_alone_has_every_row_at_once():
 def test_short_prompts_go_together_whichever_clients_they_are_of_and_whatever_long_one_is_among_them():
     scheduler, engine, _, _ = make(MockEngine(rows=8))
     engine.together = 16
-    for name in ("a0", "a1", "a2"):
-        scheduler.submit(job(name, sender="a"))
-    for name in ("b0", "b1"):
-        scheduler.submit(job(name, sender="b", pieces=4))
+    submit(scheduler, *(job(name, sender="a") for name in ("a0", "a1", "a2")))
+    submit(scheduler, *(job(name, sender="b", pieces=4) for name in ("b0", "b1")))
     to_the_end(scheduler)
     assert engine.log[0] == ("together", ("a0", "a1"))  # the second long one is not passed
     passes = [entry for entry in engine.log if entry[0] != "step"]
     assert passes == [("together", ("a0", "a1")), *[("prefill", "b0")] * 4, *[("prefill", "b1")] * 4, ("prefill", "a2")]
 
 
-@given(
-    jobs=st.lists(
-        st.tuples(st.sampled_from("abc"), st.sampled_from([None, "x", "y"]), st.integers(1, 4), st.integers(0, 3)), max_size=25
-    ),
-    rows=st.integers(1, 6),
-)
+@given(jobs=st.lists(
+    st.tuples(st.sampled_from("abc"), st.sampled_from([None, "x", "y"]), st.integers(1, 4), st.integers(0, 3)),
+    max_size=25,
+), rows=st.integers(1, 6))  # fmt: skip
 @settings(deadline=None, max_examples=examples(60))
 def test_a_client_with_a_waiting_prompt_is_passed_by_each_other_client_once(jobs, rows):
     """jobs: (client, adapter, pieces of the prompt, turns before the next one comes). Between two of its prompts that start, no
@@ -543,8 +523,7 @@ def test_prompts_for_many_adapters_of_one_client_delay_another_client_by_one_of_
     if own:
         scheduler.submit(job("a", sender="a", pieces=3, tokens=1))
     scheduler.turn()
-    for number in range(2):
-        scheduler.submit(job(f"b{number}", sender="b", tokens=1))
+    submit(scheduler, *(job(f"b{number}", sender="b", tokens=1) for number in range(2)))
     to_the_end(scheduler)
     assert started(told)[:5] == ["a0", "b0", "a1", "b1", "a2"]
 
@@ -552,11 +531,9 @@ def test_prompts_for_many_adapters_of_one_client_delay_another_client_by_one_of_
 def test_many_adapters_of_one_client_that_wait_for_a_slot_keep_no_slot_from_another_client():
     """One slot: each time as many prompts as there are rows have passed, one of the waiting adapters has it, not all of them."""
     scheduler, _, told, _ = make(MockEngine(rows=2, slots=1), queue_limit=100)
-    for number in range(20):
-        scheduler.submit(job(f"b{number}", adapter="z", sender="b", tokens=3))
+    submit(scheduler, *(job(f"b{number}", adapter="z", sender="b", tokens=3) for number in range(20)))
     scheduler.turn()
-    for number in range(20):
-        scheduler.submit(job(f"a{number}", adapter=f"x{number}", sender="a", tokens=3))
+    submit(scheduler, *(job(f"a{number}", adapter=f"x{number}", sender="a", tokens=3) for number in range(20)))
     to_the_end(scheduler)
     order = "".join(name[0] for name in started(told))
     assert order.index("a") <= 6 and "aaa" not in order[: order.rindex("b")], order
@@ -564,13 +541,9 @@ def test_many_adapters_of_one_client_that_wait_for_a_slot_keep_no_slot_from_anot
 
 def test_an_adapter_that_has_no_slot_waits_and_others_pass():
     scheduler, _, told, _ = make(MockEngine(rows=3, slots=1))
-    scheduler.submit(job("a1", adapter="a", tokens=5))
-    scheduler.submit(job("b1", adapter="b"))
-    scheduler.submit(job("base"))
-    scheduler.submit(job("a2", adapter="a"))
+    submit(scheduler, job("a1", adapter="a", tokens=5), job("b1", adapter="b"), job("base"), job("a2", adapter="a"))
     to_the_end(scheduler)
-    order = [event.job_id for event in told if event.kind == "started"]
-    assert order.index("b1") == 3
+    assert [event.job_id for event in told if event.kind == "started"].index("b1") == 3
     assert set(ends(told)) == {"a1", "a2", "b1", "base"}
 
 
@@ -597,11 +570,8 @@ def test_an_adapter_that_is_not_prepared_yet_keeps_nobody_back():
     engine = MockEngine(rows=2, slots=2)
     engine.unprepared.add("new")
     scheduler, _, told, _ = make(engine, queue_limit=100)
-    scheduler.submit(job("first of new", adapter="new"))
-    for number in range(12):
-        scheduler.submit(job(f"a{number}", adapter="a"))
-    for _ in range(100):
-        scheduler.turn()
+    submit(scheduler, job("first of new", adapter="new"), *(job(f"a{number}", adapter="a") for number in range(12)))
+    take_turns(scheduler, 100)
     assert ends(told) == {f"a{number}": "length" for number in range(12)}
     assert scheduler._queue.lines.overtaken == {"new": 0}
     engine.unprepared.clear()
@@ -609,11 +579,10 @@ def test_an_adapter_that_is_not_prepared_yet_keeps_nobody_back():
     assert ends(told)["first of new"] == "length"
 
 
-@given(
-    moves=st.lists(
-        st.one_of(st.sampled_from([None, "a", "b", "a:0.5+b:0.5", "a:1+c:-1"]), st.integers(min_value=0, max_value=30)), max_size=40
-    )
-)
+@given(moves=st.lists(
+    st.one_of(st.sampled_from([None, "a", "b", "a:0.5+b:0.5", "a:1+c:-1"]), st.integers(min_value=0, max_value=30)),
+    max_size=40,
+))  # fmt: skip
 @settings(deadline=None, max_examples=examples(100))
 def test_uses_counts_the_jobs_of_an_adapter_whatever_came_and_left(moves):
     scheduler, _, _, _ = make(queue_limit=100)
@@ -635,8 +604,7 @@ def test_uses_counts_the_jobs_of_an_adapter_whatever_came_and_left(moves):
 
 def test_uses_does_not_look_through_the_jobs():
     scheduler, _, _, _ = make(queue_limit=1000)
-    for number in range(500):
-        scheduler.submit(job(str(number), adapter="a"))
+    submit(scheduler, *(job(str(number), adapter="a") for number in range(500)))
     scheduler._known = None  # it fails if it is read
     assert scheduler.uses("a") == 500
 
@@ -653,8 +621,7 @@ def test_many_arrivals_are_prepared_between_the_steps_of_those_who_are_answered(
         return begin(job, inputs)
 
     monkeypatch.setattr(engine, "begin", slow)
-    for number in range(6):
-        scheduler.submit(job(f"picture{number}"))
+    submit(scheduler, *(job(f"picture{number}") for number in range(6)))
     assert scheduler.waiting == 6
     for _ in range(3):
         before = len(engine.log)
@@ -668,13 +635,11 @@ def test_many_arrivals_are_prepared_between_the_steps_of_those_who_are_answered(
 def test_a_prompt_that_is_being_prepared_delays_nobody_and_can_be_cancelled():
     scheduler, engine, told, _ = make()
     engine.preparing = {name: Future() for name in ("slow", "broken", "left")}
-    for name in engine.preparing:
-        scheduler.submit(job(name))
+    submit(scheduler, *(job(name) for name in engine.preparing))
     assert scheduler.is_preparing and scheduler.waiting == 3
     scheduler.submit(job("text"))
     assert not scheduler.is_preparing
-    for _ in range(4):
-        scheduler.turn()
+    take_turns(scheduler, 4)
     assert ends(told) == {"text": "length"} and scheduler.is_preparing
     engine.preparing["broken"].set_exception(RequestError("cannot be decoded", field="messages"))
     engine.preparing["slow"].set_result("inputs")
@@ -687,8 +652,7 @@ def test_a_prompt_that_is_being_prepared_delays_nobody_and_can_be_cancelled():
 
 def test_what_has_just_arrived_can_leave_and_be_late():
     scheduler, engine, told, clock = make()
-    scheduler.submit(job("left"))
-    scheduler.submit(job("late", deadline_s=1.0))
+    submit(scheduler, job("left"), job("late", deadline_s=1.0))
     scheduler.cancel("left")
     clock.now = 2.0
     assert scheduler.turn() is False
@@ -699,11 +663,8 @@ def test_a_full_queue_refuses_with_a_time_to_come_back():
     scheduler, _, told, _ = make(queue_limit=2)
     for name in "abcd":  # two go to the free rows, although nobody has looked at them yet
         scheduler.submit(job(name, tokens=9))
-    with pytest.raises(QueueFullError) as caught:
-        scheduler.submit(job("e"))
-    assert caught.value.retry_after_s >= 1
-    for _ in range(2):
-        scheduler.turn()
+    assert raised(QueueFullError, lambda: scheduler.submit(job("e"))).retry_after_s >= 1
+    take_turns(scheduler, 2)
     assert (scheduler.running, scheduler.waiting) == (2, 2)
     with pytest.raises(QueueFullError):
         scheduler.submit(job("e"))
@@ -725,17 +686,15 @@ def test_what_cannot_fit_is_told_before_it_queues():
 def test_an_id_in_use_is_refused():
     scheduler, _, _, _ = make()
     scheduler.submit(job("a"))
-    with pytest.raises(RequestError) as caught:
-        scheduler.submit(job("a"))
-    assert (caught.value.field, caught.value.value) == ("id", "a")
+    error = refused(lambda: scheduler.submit(job("a")))
+    assert (error.field, error.value) == ("id", "a")
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
 def test_a_deadline_ends_a_job_wherever_it_is(turns):
     scheduler, engine, told, clock = make()
     scheduler.submit(replace(job("a", pieces=2, tokens=100, deadline_s=4.0), waited_s=3.0))
-    for _ in range(turns):
-        scheduler.turn()
+    take_turns(scheduler, turns)
     clock.now = 1.5
     assert scheduler.turn() is False
     (error,) = [event.error for event in told if event.kind == "error"]
@@ -748,13 +707,11 @@ def test_a_deadline_ends_a_job_wherever_it_is(turns):
 def test_a_client_that_leaves_frees_everything_before_the_next_step(turns):
     scheduler, engine, told, _ = make()
     scheduler.submit(job("a", pieces=2, tokens=100))
-    for _ in range(turns):
-        scheduler.turn()
+    take_turns(scheduler, turns)
     scheduler.cancel("a")
     assert scheduler.is_idle and engine.active == []
     before = len(told)
-    assert scheduler.turn() is False
-    assert len(told) == before and scheduler.counts["cancelled"] == 1
+    assert scheduler.turn() is False and len(told) == before and scheduler.counts["cancelled"] == 1
     scheduler.cancel("a")  # it has just been answered, or was never here
     assert scheduler.counts["cancelled"] == 1
 
@@ -762,23 +719,18 @@ def test_a_client_that_leaves_frees_everything_before_the_next_step(turns):
 def test_running_out_of_memory_in_a_prompt_refuses_that_job_alone():
     scheduler, engine, told, _ = make()
     engine.fail_prefill["big"] = DeviceError("out of memory", device="cuda:0")
-    scheduler.submit(job("good"))
-    scheduler.submit(job("big", adapter="x"))
-    scheduler.submit(job("after", adapter="y"))
+    submit(scheduler, job("good"), job("big", adapter="x"), job("after", adapter="y"))
     to_the_end(scheduler)
     assert ends(told) == {"good": "length", "big": "error", "after": "length"}
 
 
-@pytest.mark.parametrize(
-    "error",
-    [DeviceError("out of memory", device="cuda:0"), RequestError("rows of this batch use different adapters", field="adapter")],
-)
+@pytest.mark.parametrize("error", [DeviceError("out of memory", device="cuda:0"), RequestError(
+    "rows of this batch use different adapters", field="adapter",
+)])  # fmt: skip
 def test_a_step_without_memory_or_of_rows_that_do_not_go_together_ends_the_one_that_came_last(error):
     scheduler, engine, told, _ = make()
-    scheduler.submit(job("first", tokens=9))
-    scheduler.submit(job("second", adapter="x", tokens=9))
-    for _ in range(3):
-        scheduler.turn()
+    submit(scheduler, job("first", tokens=9), job("second", adapter="x", tokens=9))
+    take_turns(scheduler, 3)
     engine.fail_steps.append(error)
     to_the_end(scheduler)
     assert ends(told) == {"first": "length", "second": "error"}
@@ -787,15 +739,11 @@ def test_a_step_without_memory_or_of_rows_that_do_not_go_together_ends_the_one_t
 actions = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), st.sampled_from([None, "a", "b", "c"]), st.integers(1, 4), st.integers(1, 6)),
-        st.tuples(st.just("cancel"), st.integers(0, 30)),
-        st.tuples(st.just("turn")),
-        st.tuples(st.just("oom")),
-        st.tuples(st.just("late")),
-        st.tuples(st.just("bad"), st.integers(0, 30)),
-        st.tuples(st.just("wait"), st.floats(0, 2)),
+        st.tuples(st.just("cancel"), st.integers(0, 30)), st.tuples(st.just("turn")), st.tuples(st.just("oom")),
+        st.tuples(st.just("late")), st.tuples(st.just("bad"), st.integers(0, 30)), st.tuples(st.just("wait"), st.floats(0, 2)),
     ),
     max_size=60,
-)
+)  # fmt: skip
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -863,8 +811,7 @@ def test_prompts_that_need_no_chunk_do_not_keep_others_waiting_behind_a_step():
     scheduler, _, _, clock = make(engine)
     engine.wait = lambda seconds: setattr(clock, "now", clock.now + seconds)
     scheduler.submit(job("first", size=1024, tokens=400))
-    for _ in range(5):
-        scheduler.turn()
+    take_turns(scheduler, 5)
     for name in ("second", "third"):
         scheduler.submit(job(name, size=0, tokens=2))  # it takes over what another one computed
     engine.log.clear()

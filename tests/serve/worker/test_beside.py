@@ -68,8 +68,7 @@ def test_an_embedding_is_stocks_last_hidden_state(model, engine, adapter, poolin
     vector = torch.tensor(result(events)["embedding"], dtype=torch.float64)
     # float32 sums in another order, in pieces of five tokens; the vector has length 1.
     assert torch.allclose(vector, expected, atol=2e-5) and abs(float(vector.norm()) - 1) < 1e-5
-    assert events[-1].usage["prompt_tokens"] == len(ids)
-    assert not any(event.kind == "text" for event in events)
+    assert events[-1].usage["prompt_tokens"] == len(ids) and not any(event.kind == "text" for event in events)
 
 
 def test_an_embedding_goes_through_in_chunks_that_running_answers_have_time_for(engine):

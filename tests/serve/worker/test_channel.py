@@ -89,8 +89,7 @@ def test_an_inbox_has_a_message_when_all_of_it_has_come(ends):
     ends[0].send({"a": 1})
     assert inbox.poll(WAIT_S)
     ends[0]._connection.send_bytes(HEAD)
-    assert inbox.receive() == {"a": 1}
-    assert not inbox.poll(0.05)
+    assert inbox.receive() == {"a": 1} and not inbox.poll(0.05)
     ends[0]._connection.send_bytes(b"x")
     assert inbox.poll(WAIT_S) and inbox.receive() == {"picture": b"x"}
     ends[0].send({"last": 1})
@@ -117,5 +116,4 @@ def test_the_rest_of_an_inbox_has_what_is_on_its_way(ends, monkeypatch):
         return wait_for(condition)
 
     monkeypatch.setattr(inbox._came, "wait_for", sends_what_is_awaited)
-    assert list(inbox.rest()) == [{"first": 1}, {"picture": b"x"}]
-    assert list(inbox.rest()) == [] and not inbox.poll(0)
+    assert list(inbox.rest()) == [{"first": 1}, {"picture": b"x"}] and list(inbox.rest()) == [] and not inbox.poll(0)

@@ -77,14 +77,10 @@ def words(told, name):
     return "".join(event.text for event in events), events[-1]
 
 
-@pytest.mark.parametrize(
-    ("way", "looks_ahead"),
-    [
-        ("captured", False),
-        ("modules", True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("captured", True), ("modules", False))),
-    ],
-)
+@pytest.mark.parametrize(("way", "looks_ahead"), [
+    ("captured", False), ("modules", True),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("captured", True), ("modules", False))),
+])  # fmt: skip
 def test_every_answer_of_a_busy_server_is_the_one_that_its_request_gets_alone(model, way, looks_ahead, monkeypatch):
     """way: prompts in chunks of still shapes behind steps, or in transformers' own passes behind them."""
     monkeypatch.setattr(model, "prefix_cache", PrefixCache(model, 2**22, block_tokens=8))

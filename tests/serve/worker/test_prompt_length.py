@@ -3,6 +3,7 @@
 import pytest
 
 import trimtab
+from tests.raised import refused
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
@@ -32,19 +33,15 @@ def said(text):
     return [{"role": "user", "content": text}]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        job({"text": "x" * 100_000}), job(said("x" * 100_000)), job(said([{"type": "text", "text": "x"}] * 100_000)),
-        job(said("x"), system="x" * 100_000), job(said("x"), tools=({"name": "x" * 100_000},)),
-        job([{"role": "assistant", "content": None, "tool_calls": [{"arguments": "x" * 100_000}]}]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("asked", [
+    job({"text": "x" * 100_000}), job(said("x" * 100_000)), job(said([{"type": "text", "text": "x"}] * 100_000)),
+    job(said("x"), system="x" * 100_000), job(said("x"), tools=({"name": "x" * 100_000},)),
+    job([{"role": "assistant", "content": None, "tool_calls": [{"arguments": "x" * 100_000}]}]),
+])  # fmt: skip
 def test_no_more_is_tokenized_than_shows_that_a_text_cannot_fit(asked):
     tokenizer = Counting(1)
-    with pytest.raises(RequestError) as caught:
-        check_first_tokens(asked, tokenizer, CONTEXT)
-    assert caught.value.field == "prompt" and f"more than {MARGIN * CONTEXT} tokens" in str(caught.value)
+    error = refused(check_first_tokens, asked, tokenizer, CONTEXT)
+    assert error.field == "prompt" and f"more than {MARGIN * CONTEXT} tokens" in str(error)
     assert tokenizer.sizes == [PARTS[0] * CONTEXT]
 
 

@@ -49,8 +49,7 @@ class Worker:
 def test_a_silent_worker_is_not_ready_within_5_s_and_ended_within_30():
     for load in (0.0, None):
         worker = Worker(load)
-        assert worker.unresponsive_after_s() < 5
-        assert worker.ended_after_s() < 30
+        assert worker.unresponsive_after_s() < 5 and worker.ended_after_s() < 30
 
 
 def test_a_worker_that_beats_is_ready():
@@ -118,12 +117,9 @@ def test_work_is_announced_where_it_is_expected_to_be_long_or_not_known():
         return [message["most_s"] for message in sent]
 
     clock.now = 1.0
-    assert run(16, 0.16) == [FIRST_S]
-    assert run(64, 0.64) == []
+    assert run(16, 0.16) == [FIRST_S] and run(64, 0.64) == []
     assert run(1024, 60.0) == [pytest.approx(102.4)]  # 10 ms a token, and ten times that
-    assert run(2, 0.02) == []
-    assert run(1024, 0.1) == [pytest.approx(0.9 * 600)]
-    assert run(10**6, 0.1) == [MOST_S]
+    assert run(2, 0.02) == [] and run(1024, 0.1) == [pytest.approx(0.9 * 600)] and run(10**6, 0.1) == [MOST_S]
     with pytest.raises(ValueError, match="failed"), pulse.work("fails"):
         raise ValueError("failed")
     pulse.unit_s["slow"] = 1.5

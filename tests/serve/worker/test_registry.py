@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import trimtab
 from tests import ROOT
+from tests.raised import raised, refused
 from trimtab.cli.main import main
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import AdapterError, CheckpointError, RequestError
@@ -40,9 +41,8 @@ def write(tmp_path):
 
 
 def problems(path):
-    with pytest.raises(CheckpointError) as caught:
-        read_registry(path)
-    return [line.removeprefix("  - ") for line in str(caught.value).splitlines() if line.startswith("  - ")]
+    error = raised(CheckpointError, read_registry, path)
+    return [line.removeprefix("  - ") for line in str(error).splitlines() if line.startswith("  - ")]
 
 
 def test_everything_a_table_may_say_is_read(write, tmp_path):
@@ -147,22 +147,19 @@ def test_all_problems_are_told_at_once(write):
     ]
 
 
-@pytest.mark.parametrize(
-    "text, problem",
-    [
-        ("", "has no [models.NAME] table"), ("models = 5", "has no [models.NAME] table"),
-        ("[models]\na = 5", "models.a is not a table"),
-        ('[models.a]\npath = "model"\nrows = 0', "rows=0"), ('[models.a]\npath = "model"\nrows = true', "an integer"),
-        ('[models.a]\npath = "model"\nidle_unload_s = 0', "above zero"),
-        ('[models.a]\npath = "model"\ngpu_memory = "4 apples"', "gpu_memory='4 apples'"),
-        ('[models.a]\npath = "model"\nresident_adapters = 0', "at least 1"),
-        ('[models."a b"]\npath = "model"', "letters, digits"), ('[models."a:b"]\npath = "model"', "letters, digits"),
-        ('[models.a]\nplan = "nothing.json"', "models.a"),
-        ('[models.a]\npath = "model"\n[models.a.adapters]\n"x y" = "adapters/medical"', "letters, digits"),
-        ('[models.a]\npath = "model"\n[models.b]\npath = "model"\n[models.b.adapters]\na = "adapters/medical"',
-         "is also the name of a model"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text, problem", [
+    ("", "has no [models.NAME] table"), ("models = 5", "has no [models.NAME] table"),
+    ("[models]\na = 5", "models.a is not a table"),
+    ('[models.a]\npath = "model"\nrows = 0', "rows=0"), ('[models.a]\npath = "model"\nrows = true', "an integer"),
+    ('[models.a]\npath = "model"\nidle_unload_s = 0', "above zero"),
+    ('[models.a]\npath = "model"\ngpu_memory = "4 apples"', "gpu_memory='4 apples'"),
+    ('[models.a]\npath = "model"\nresident_adapters = 0', "at least 1"),
+    ('[models."a b"]\npath = "model"', "letters, digits"), ('[models."a:b"]\npath = "model"', "letters, digits"),
+    ('[models.a]\nplan = "nothing.json"', "models.a"),
+    ('[models.a]\npath = "model"\n[models.a.adapters]\n"x y" = "adapters/medical"', "letters, digits"),
+    ('[models.a]\npath = "model"\n[models.b]\npath = "model"\n[models.b.adapters]\na = "adapters/medical"',
+     "is also the name of a model"),
+])  # fmt: skip
 def test_a_problem_is_named(write, text, problem):
     assert len(found := problems(write(text))) == 1 and problem in found[0]
 
@@ -170,9 +167,7 @@ def test_a_problem_is_named(write, text, problem):
 def test_what_is_no_toml_is_refused(write, tmp_path):
     with pytest.raises(CheckpointError, match="not TOML"):
         read_registry(write("[models"))
-    with pytest.raises(RequestError) as caught:
-        read_registry(tmp_path / "nothing.toml")
-    assert caught.value.field == "registry"
+    assert refused(read_registry, tmp_path / "nothing.toml").field == "registry"
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match="not TOML"):
         read_registry(tmp_path / "bytes.toml")
@@ -253,7 +248,5 @@ def test_an_adapter_that_none_can_use_is_named_without_its_path(write, tmp_path)
     write_checkpoint(tmp_path / "model")
     (tmp_path / "broken").mkdir()
     models = read_registry(write('[models.a]\npath = "model"\n[models.a.adapters]\nlegal = "broken"\n'))
-    with pytest.raises(AdapterError) as caught:
-        check_present(models)
-    assert caught.value.path == str(tmp_path / "broken")
-    assert caught.value.problems[0] == "adapter legal of a: adapter_config.json is missing"
+    error = raised(AdapterError, check_present, models)
+    assert error.path == str(tmp_path / "broken") and error.problems[0] == "adapter legal of a: adapter_config.json is missing"

@@ -25,6 +25,7 @@ from PIL import Image
 import trimtab
 from tests import waiting
 from tests.examples import examples
+from tests.raised import raised, refused
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
@@ -95,15 +96,13 @@ def test_mixed_adapters_answer_what_the_line_answers_with_one_on_the_model_at_a_
     expected = {"style": model.answer(LOOK, adapter="style", max_new_tokens=40)}
     found = run(engine, *(ask(str(name), adapter=name) for name in (None, "style", "specialist", "rslora-dora")))
     assert found["style"][0] == expected["style"].text
-    assert found["None"][0] == model.answer(LOOK, max_new_tokens=40).text
-    assert "apricot" in found["specialist"][0]
+    assert found["None"][0] == model.answer(LOOK, max_new_tokens=40).text and "apricot" in found["specialist"][0]
     assert json.loads(found["rslora-dora"][0])["shape"] == "square"
     assert engine.shelf.swaps >= 2 and len(engine.shelf.resident) == 1
     usage = found["style"][1].usage
     assert usage["completion_tokens"] == len(expected["style"].token_ids)
     assert usage["prompt_tokens"] == expected["style"].prompt_tokens
-    assert usage["output_head"] == model.plan.execution.head == "full"
-    assert usage["kv"] == model.plan.request.kv == "full"
+    assert usage["output_head"] == model.plan.execution.head == "full" and usage["kv"] == model.plan.request.kv == "full"
     assert found["style"][1].finish == expected["style"].finish_reason == "stop"
 
 
@@ -198,8 +197,7 @@ def test_prompts_are_cut_only_where_there_is_room_for_the_graphs(engine, monkeyp
 def test_an_adapter_in_use_is_not_taken_off_for_another(engine):
     engine.shelf.bring("style", [])
     assert not engine.shelf.has_room_for("specialist", ["style"])
-    assert engine.shelf.has_room_for("specialist", [None])
-    assert engine.shelf.has_room_for("style", ["style"])
+    assert engine.shelf.has_room_for("specialist", [None]) and engine.shelf.has_room_for("style", ["style"])
     engine.shelf.bring("specialist", [None])
     assert engine.shelf.resident == ("specialist",)
     engine.shelf.kept.add("specialist")
@@ -426,17 +424,15 @@ def test_a_prompt_that_cannot_be_prepared_waits_for_no_schema(engine, monkeypatc
     monkeypatch.setattr(engine.inputs, "compiled", lambda job, inputs: has_begun.set() or goes_on.wait(20))
     slow = engine.prepare(ask("a", schema=SCHEMA))
     assert has_begun.wait(20)
-    with pytest.raises(RequestError) as caught:
-        engine.prepare(ask("b", prompt={"text": "x" * 40_000}, schema=SCHEMA)).result(20)
-    assert caught.value.field == "prompt" and not slow.done()
+    error = refused(lambda: engine.prepare(ask("b", prompt={"text": "x" * 40_000}, schema=SCHEMA)).result(20))
+    assert error.field == "prompt" and not slow.done()
     goes_on.set()
     assert slow.result(20)
 
 
 def test_a_schema_that_cannot_be_held_to_is_refused_with_its_reason(engine):
     _, last, _ = run(engine, ask("a", schema={"type": "no such type"}))["a"]
-    assert last.error["class"] == "RequestError"
-    assert last.error["fields"]["field"] == "response_format.json_schema"
+    assert last.error["class"] == "RequestError" and last.error["fields"]["field"] == "response_format.json_schema"
 
 
 def test_a_text_is_gone_on_with_as_it_is(model, engine):
@@ -473,27 +469,23 @@ def sound(samples, form="WAV"):
 TEXT = {"type": "text", "text": "What is it?"}
 
 
-@pytest.mark.parametrize(
-    "parts, field, words",
-    [
-        ([TEXT, picture(1, 65)], "messages[0].content[1].image_url", "1 x 65 pixels becomes 2 x 134 patches"),
-        ([picture(20, 1300)], "messages[0].content[0].image_url", "becomes 2 x 134 patches, this model has 128 positions"),
-        ([TEXT, sound(159)], "messages[0].content[1].input_audio", "159 samples at 16000 Hz.*too short for a frame"),
-        ([TEXT, sound(160)], "messages[0].content[1].input_audio", "160 samples at 16000 Hz.*too short for a frame"),
-        ([TEXT, {"type": "audio", "audio": b"noise"}], "messages[0].content[1].input_audio", "cannot be decoded .Format not"),
-        ([picture(40, 40), picture(40, 40)], "messages", "the prompt has 2 images, the limit is 1$"),
-        ([TEXT, sound(32_000)], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
-        ([TEXT, sound(32_000, form="MP3")], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
-        ([TEXT, sound(9_000), sound(9_000)], "messages", "the prompt has 1.125 seconds of audio, the limit is 1$"),
-        ([{"type": "text", "text": "long " * 1200}], "messages", "tokens and the answer may have 40, together"),
-        ([{"type": "text", "text": "long " * 5000}], "messages", "more than 768 tokens, the context has 384"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("parts, field, words", [
+    ([TEXT, picture(1, 65)], "messages[0].content[1].image_url", "1 x 65 pixels becomes 2 x 134 patches"),
+    ([picture(20, 1300)], "messages[0].content[0].image_url", "becomes 2 x 134 patches, this model has 128 positions"),
+    ([TEXT, sound(159)], "messages[0].content[1].input_audio", "159 samples at 16000 Hz.*too short for a frame"),
+    ([TEXT, sound(160)], "messages[0].content[1].input_audio", "160 samples at 16000 Hz.*too short for a frame"),
+    ([TEXT, {"type": "audio", "audio": b"noise"}], "messages[0].content[1].input_audio", "cannot be decoded .Format not"),
+    ([picture(40, 40), picture(40, 40)], "messages", "the prompt has 2 images, the limit is 1$"),
+    ([TEXT, sound(32_000)], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
+    ([TEXT, sound(32_000, form="MP3")], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
+    ([TEXT, sound(9_000), sound(9_000)], "messages", "the prompt has 1.125 seconds of audio, the limit is 1$"),
+    ([{"type": "text", "text": "long " * 1200}], "messages", "tokens and the answer may have 40, together"),
+    ([{"type": "text", "text": "long " * 5000}], "messages", "more than 768 tokens, the context has 384"),
+])  # fmt: skip
 def test_media_that_the_model_cannot_read_are_refused_in_the_words_of_http(engine, parts, field, words):
     found = run(engine, ask("bad", prompt=[{"role": "user", "content": parts}]), ask("good"))
     error = found["bad"][1].error
-    assert error["class"] == "RequestError" and error["fields"]["field"] == field
-    assert re.search(words, error["message"])
+    assert error["class"] == "RequestError" and error["fields"]["field"] == field and re.search(words, error["message"])
     assert not re.search(r"0x[0-9a-f]{6}|plan|Plan|--|max_new_tokens|bytes|loaded", error["message"])
     assert found["good"][1].kind == "done"
 
@@ -549,17 +541,13 @@ def test_texts_go_on_between_the_pieces_of_an_image(model, engine, monkeypatch):
 
 
 def test_bad_adapters_are_refused_and_leave_nothing(engine, tmp_path):
-    with pytest.raises(RequestError) as caught:
-        engine.shelf.add("specialist", PATHS["specialist"])
-    assert caught.value.field == "lora_name"
+    assert refused(engine.shelf.add, "specialist", PATHS["specialist"]).field == "lora_name"
     with pytest.raises((AdapterError, CheckpointError)):
         engine.shelf.add("broken", tmp_path)
     assert "broken" not in engine.shelf.names
     with pytest.raises(RequestError):
         engine.shelf.remove("nobody", [])
-    with pytest.raises(RequestError) as caught:
-        engine.shelf.remove("specialist", ["specialist"])
-    assert "being answered" in str(caught.value)
+    assert "being answered" in str(refused(engine.shelf.remove, "specialist", ["specialist"]))
     engine.shelf.remove("specialist", [])
     assert engine.shelf.names == ("rslora-dora", "style")
 
@@ -583,8 +571,7 @@ def test_memory_that_runs_out_in_a_prompt_ends_that_job_alone(engine, monkeypatc
 
     monkeypatch.setattr(Batch, "prefill", prefill)
     found = run(engine, ask("a", adapter="specialist"), ask("b"))
-    assert found["a"][1].error["class"] == DeviceError.__name__
-    assert found["b"][1].kind == "done"
+    assert found["a"][1].error["class"] == DeviceError.__name__ and found["b"][1].kind == "done"
     assert engine.batch.active == []
 
 
@@ -627,13 +614,10 @@ def test_a_row_whose_scores_are_not_numbers_ends_alone(model, engine, monkeypatc
     assert engine.batch.active == [] and engine._by_row == {}
 
 
-@pytest.mark.parametrize(
-    ("where", "error"),
-    [
-        *((where, KeyError("nobody thought of this")) for where in ("prepare", "sampler", "detokenizer")),
-        ("sampler", PanicError("nobody thought of this")), ("later", PanicError("nobody thought of this")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("where", "error"), [
+    *((where, KeyError("nobody thought of this")) for where in ("prepare", "sampler", "detokenizer")),
+    ("sampler", PanicError("nobody thought of this")), ("later", PanicError("nobody thought of this")),
+])  # fmt: skip
 def test_a_mistake_in_one_request_ends_it_alone(model, engine, monkeypatch, where, error):
     def fail(*args, **kwargs):
         raise error
@@ -659,17 +643,15 @@ def test_a_mistake_in_one_request_ends_it_alone(model, engine, monkeypatch, wher
 
     monkeypatch.setattr(LoadedEngine, "_begin", begun)
     found = run(engine, ask("good"), ask("bad", prompt="bad" if where == "prepare" else LOOK), ask("after"))
-    assert found["bad"][1].error["class"] == "MistakeError"
-    assert "thought" not in found["bad"][1].error["message"]
+    assert found["bad"][1].error["class"] == "MistakeError" and "thought" not in found["bad"][1].error["message"]
     assert found["good"][1].kind == found["after"][1].kind == "done"
     assert engine.batch.active == [] and engine._by_row == {}
 
 
 def test_where_every_place_is_kept_another_adapter_is_refused(model):
     engine = LoadedEngine(model, rows=2, resident_limit=1, kept=["style"])
-    with pytest.raises(RequestError) as caught:
-        engine.shelf.add("specialist", PATHS["specialist"])
-    assert "kept" in str(caught.value) and engine.shelf.names == ("style",)
+    error = refused(engine.shelf.add, "specialist", PATHS["specialist"])
+    assert "kept" in str(error) and engine.shelf.names == ("style",)
 
 
 def test_a_lost_adapter_says_why_and_can_be_unloaded(engine):
@@ -698,9 +680,8 @@ def test_an_adapter_with_weights_that_are_not_numbers_is_refused_by_their_names(
     at = 8 + head + entry["data_offsets"][0]
     data[at : at + size] = struct.pack("<f", float("nan"))[-size:]
     file.write_bytes(data)
-    with pytest.raises(AdapterError) as caught:
-        engine.shelf.add("broken", folder)
-    assert [problem.partition(":")[0] for problem in caught.value.problems] == [name]
+    error = raised(AdapterError, engine.shelf.add, "broken", folder)
+    assert [problem.partition(":")[0] for problem in error.problems] == [name]
     assert "broken" not in engine.shelf.names
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import toy_worker, waiting
+from tests.raised import raised
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.errors import error_from_worker, error_response
@@ -80,8 +81,7 @@ def test_a_job_that_cannot_be_written_is_answered_and_the_next_one_is_sent(super
     endless = []
     endless.append(endless)
     for prompt in ([10**5000], endless):  # a number that Python does not write, and a list that contains itself
-        told = ask(supervisor, job("odd", prompt), job("next", "echo"))
-        found = ends(told, 2)
+        found = ends(ask(supervisor, job("odd", prompt), job("next", "echo")), 2)
         assert found["odd"].error["class"] == "MistakeError" and found["next"].kind == "done"
     call = supervisor.call("numbers", odd=10**5000)
     with pytest.raises(WorkerError):
@@ -90,8 +90,7 @@ def test_a_job_that_cannot_be_written_is_answered_and_the_next_one_is_sent(super
 
 
 def test_jobs_wait_while_the_worker_loads(start):
-    supervisor = start(is_waited_for=False)
-    assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done"
+    assert ends(ask(start(is_waited_for=False), job("1", "echo")), 1)["1"].kind == "done"
 
 
 def test_a_killed_worker_is_told_at_once_and_comes_back(supervisor, caplog):
@@ -104,11 +103,9 @@ def test_a_killed_worker_is_told_at_once_and_comes_back(supervisor, caplog):
     found = ends(told, 2)
     assert time.monotonic() - start < WAIT_S / 2
     for event in found.values():
-        assert event.error["class"] == WorkerDiedError.__name__
-        assert event.error["fields"]["exit_code"] == -KILL
+        assert event.error["class"] == WorkerDiedError.__name__ and event.error["fields"]["exit_code"] == -KILL
         assert "SIGKILL" in event.error["message"] or os.name != "posix"
-    assert ends(ask(supervisor, job("3", "echo")), 1)["3"].kind == "done"
-    assert supervisor.restarts == 1 and supervisor.pid != pid
+    assert ends(ask(supervisor, job("3", "echo")), 1)["3"].kind == "done" and supervisor.restarts == 1 and supervisor.pid != pid
     ended, ready = caplog.records
     assert ended.levelname == "ERROR" and ended.getMessage().endswith(", and starts again")
     assert ended.fields == {"model": "demo", "worker_pid": pid, "lost_requests": 2}
@@ -131,27 +128,22 @@ def test_a_job_that_kills_the_worker_twice_is_given_up(start):
     supervisor = start(retry=True)
     event = ends(ask(supervisor, job("1", "die")), 1)["1"]
     assert (event.kind, event.error["fields"]["exit_code"]) == ("error", 7)
-    assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
-    assert supervisor.restarts == 2
+    assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done" and supervisor.restarts == 2
 
 
 def test_a_worker_that_hangs_with_work_is_killed(start):
     supervisor = start(patience=Patience(unresponsive_s=0.5, restart_s=1.0))
-    event = ends(ask(supervisor, job("1", "hang")), 1)["1"]
-    assert event.error["class"] == WorkerDiedError.__name__
+    assert ends(ask(supervisor, job("1", "hang")), 1)["1"].error["class"] == WorkerDiedError.__name__
     assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
 
 
 def test_a_model_that_cannot_be_loaded_is_a_failure_and_not_tried_again(start):
     supervisor = start({"fail": True}, is_waited_for=False)
-    with pytest.raises(WorkerError) as caught:
-        supervisor.wait_ready(WAIT_S)
-    assert caught.value.error["class"] == "CheckpointError"
+    assert raised(WorkerError, supervisor.wait_ready, WAIT_S).error["class"] == "CheckpointError"
     assert (supervisor.state, supervisor.restarts) == ("failed", 0)
-    with pytest.raises(ModelFailedError) as failed:
-        supervisor.submit(job("1", "echo"), print)
-    assert "no model" in str(failed.value)
-    response = error_response(*error_from_worker(failed.value.to_dict()))
+    error = raised(ModelFailedError, lambda: supervisor.submit(job("1", "echo"), print))
+    assert "no model" in str(error)
+    response = error_response(*error_from_worker(error.to_dict()))
     assert response.status_code == 503 and response.headers["retry-after"] == "30"
 
 
@@ -175,9 +167,7 @@ def test_a_worker_that_keeps_dying_is_given_up_in_the_end(start, tmp_path, monke
     mark.touch()
     told = ask(supervisor, job("1", "wait"))
     os.kill(supervisor.pid, KILL)
-    assert ends(told, 1)["1"].kind == "error"
-    late = ask(supervisor, job("2", "echo"))
-    assert ends(late, 1)["2"].kind == "error"
+    assert ends(told, 1)["1"].kind == "error" and ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "error"
     assert supervisor.state == "failed"
 
 
@@ -213,8 +203,7 @@ def test_a_worker_that_the_system_does_not_start_at_once_is_started_later(superv
     monkeypatch.setattr(owner, "start", fail_once)
     os.kill(pid, KILL)
     waiting.until(lambda: supervisor.restarts)
-    assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done"
-    assert supervisor.pid != pid and owner.start is start
+    assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done" and supervisor.pid != pid and owner.start is start
     assert all(exit_code_of(process, WAIT_S) == -KILL for process in processes)  # nobody would end it
 
 
@@ -238,11 +227,8 @@ def test_a_worker_that_the_system_does_not_start_can_be_started_again(monkeypatc
 def test_a_worker_that_hangs_in_a_call_is_killed(start):
     supervisor = start(patience=Patience(unresponsive_s=0.5, restart_s=1.0))
     assert supervisor.call("numbers").result(WAIT_S)
-    with pytest.raises(WorkerDiedError) as caught:
-        supervisor.call("hang").result(WAIT_S)
-    assert "did not respond" in str(caught.value)
-    assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
-    assert supervisor.restarts == 1
+    assert "did not respond" in str(raised(WorkerDiedError, lambda: supervisor.call("hang").result(WAIT_S)))
+    assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done" and supervisor.restarts == 1
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="Windows has no SIGSTOP")
@@ -261,8 +247,7 @@ def test_a_stopped_worker_is_not_ready_and_is_put_back(start, is_asked):
         assert error["class"] == "WorkerDiedError" and "did not respond for" in error["message"]
         response = error_response(*error_from_worker(error))
         assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
-    assert late.get(timeout=WAIT_S).kind == "started"
-    assert late.get(timeout=WAIT_S).text == str(supervisor.pid) != str(pid)
+    assert late.get(timeout=WAIT_S).kind == "started" and late.get(timeout=WAIT_S).text == str(supervisor.pid) != str(pid)
     assert (supervisor.state, supervisor.restarts) == ("ready", 1)
 
 
@@ -284,16 +269,13 @@ def test_a_worker_that_goes_on_in_time_answers_what_came_meanwhile(start):
 def test_a_worker_in_work_that_it_announced_is_ready(start):
     states = []
     supervisor = start(patience=Patience(unresponsive_s=0.1, restart_s=0.2), on_change=states.append)
-    told = ask(supervisor, replace(job("long", "announced"), deadline_s=1.0))
-    assert ends(told, 1)["long"].kind == "done"
+    assert ends(ask(supervisor, replace(job("long", "announced"), deadline_s=1.0)), 1)["long"].kind == "done"
     assert states == ["loading", "ready"] and supervisor.restarts == 0
 
 
 def test_calls_are_answered_or_end_with_the_worker(supervisor):
     assert supervisor.call("numbers").result(WAIT_S) == {"what": "numbers"}
-    with pytest.raises(WorkerError) as caught:
-        supervisor.call("bad").result(WAIT_S)
-    assert caught.value.error["fields"] == {"field": "what"}
+    assert raised(WorkerError, lambda: supervisor.call("bad").result(WAIT_S)).error["fields"] == {"field": "what"}
     ask(supervisor, job("1", "hang"))
     waiting = supervisor.call("numbers")
     os.kill(supervisor.pid, KILL)
@@ -307,8 +289,7 @@ def test_a_new_worker_has_the_adapters_that_were_loaded_meanwhile(supervisor):
     supervisor.call("unload_adapter", name="a").result(WAIT_S)
     os.kill(supervisor.pid, KILL)
     waiting.until(lambda: supervisor.restarts)
-    assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done"
-    assert supervisor.numbers["adapters"] == ["b"]
+    assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done" and supervisor.numbers["adapters"] == ["b"]
 
 
 def test_a_client_that_left_is_told_nothing_more(supervisor):

@@ -52,8 +52,7 @@ def in_bfloat16(base, delta, dtype=torch.bfloat16):
 def test_every_right_rounding_is_right_and_one_percent_is_not(rounding, size):
     base, delta, terms = pieces(size=size)
     found = judged(rounding(base, delta), base, delta, terms)
-    assert (found.verdict, found.wrong) == ("right", ())
-    assert found.modules[0].slope == pytest.approx(1.0, abs=0.05)
+    assert (found.verdict, found.wrong) == ("right", ()) and found.modules[0].slope == pytest.approx(1.0, abs=0.05)
     if size >= 0.05:
         assert found.sees_scale_fault
         assert judged(rounding(base, 1.01 * delta), base, delta, terms).verdict == "differs"
@@ -77,8 +76,7 @@ def test_a_change_below_the_rounding_is_right_without_being_seen():
     base = torch.where(base.abs() < 0.5, torch.ones_like(base), base)  # small values would show it
     assert torch.equal(nearest(base, delta), base.bfloat16())
     found = judged(base, base, delta, terms)
-    assert (found.verdict, found.sees_scale_fault) == ("right", False)
-    assert found.to_json()["slope"] == 1.0
+    assert (found.verdict, found.sees_scale_fault) == ("right", False) and found.to_json()["slope"] == 1.0
 
 
 def test_one_value_out_of_bound_or_not_a_number_is_found():
@@ -99,8 +97,7 @@ def test_many_modules_together_show_what_one_cannot():
     assert MergedWeights(tuple(rows[:1])).verdict == "right"
     found = merged_weights(rows)
     assert found is not None and found.verdict == "differs" and len(found.wrong) < 5
-    assert found.together.size > found.limit
-    assert 1 + found.together.off == pytest.approx(1.02, abs=0.005)
+    assert found.together.size > found.limit and 1 + found.together.off == pytest.approx(1.02, abs=0.005)
     assert merged_weights([]) is None
 
 
@@ -194,8 +191,7 @@ def test_the_limit_is_exceeded_as_rarely_as_it_says():
 def test_rounding_once_does_not_go_through_float32():
     """Just above a tie of bfloat16: rounded to float32 first, the tie would go to the even neighbour below."""
     value = torch.tensor([1 + 2.0**-8 + 2.0**-40], dtype=torch.float64)
-    assert float(value.to(torch.bfloat16)) == 1.0
-    assert float(rounded_once(value, torch.bfloat16)) == 1 + 2.0**-7
+    assert float(value.to(torch.bfloat16)) == 1.0 and float(rounded_once(value, torch.bfloat16)) == 1 + 2.0**-7
     random = torch.randn(4096, generator=torch.Generator().manual_seed(0)).double() * 10.0 ** torch.linspace(-7, 4, 4096)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert torch.equal(rounded_once(random.float().double(), dtype), random.float().to(dtype).double())

@@ -110,8 +110,7 @@ def test_the_worst_prompt_decides():
 
 @pytest.mark.parametrize("same, base, words", [(True, False, "ADAPTER"), (False, True, "BASE"), (False, False, "NEITHER")])
 def test_a_merged_answer_is_named(same, base, words):
-    assert parity(same_text=same, base_is_merged=base).merged_matches == words
-    assert parity().merged_matches is None
+    assert parity(same_text=same, base_is_merged=base).merged_matches == words and parity().merged_matches is None
 
 
 def test_a_report_that_is_not_finite_is_still_json():
@@ -226,8 +225,7 @@ def test_the_page_is_whole_escaped_and_fetches_nothing(tmp_path):
     assert "prefers-color-scheme: dark" in text
     assert NASTY in page.words and "layers.0.<b>q</b>: 0.25" in page.words
     # One plot a prompt, layers, survival and its noise, and the survival of the lane that merged.
-    assert page.tags.count("svg") == 2 + 1 + 2 + 1
-    assert "limit of the noise" in page.words and "answer" in page.words
+    assert page.tags.count("svg") == 2 + 1 + 2 + 1 and "limit of the noise" in page.words and "answer" in page.words
     assert any(word.startswith("max 0.002") for word in page.words)
 
 
@@ -249,8 +247,7 @@ def test_plots_stay_inside_their_frame():
 
 
 def test_a_larger_value_stands_higher_and_zero_at_the_foot():
-    text = plots.lines([0.0, 1e-4, 1e-2], label="x")
-    heights = [float(y) for y in re.findall(r'cy="([^"]+)"', text)]
+    heights = [float(y) for y in re.findall(r'cy="([^"]+)"', plots.lines([0.0, 1e-4, 1e-2], label="x"))]
     assert heights[0] > heights[1] > heights[2] and heights[0] == plots.HEIGHT - plots.BOTTOM
 
 

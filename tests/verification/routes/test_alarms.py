@@ -30,8 +30,7 @@ RIGHT = Right(
 )  # fmt: skip
 def test_a_right_merge_passes_its_check_on_another_number_of_threads(change):
     row = judge_right(replace(RIGHT, **change), with_answers=False)
-    assert row["check"] == "passed"
-    assert row["slopes"] == pytest.approx([1.0, 1.0], abs=1e-4)
+    assert row["check"] == "passed" and row["slopes"] == pytest.approx([1.0, 1.0], abs=1e-4)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -78,10 +77,9 @@ def test_a_wrong_scale_is_found_in_packed_files_and_a_right_merge_passes_whoever
     assert judge_fault(case, "scale 1 % too large")["verify"] == "differs"
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["scale 1 % too small", *(pytest.param(f"one module {how}", marks=pytest.mark.slow) for how in ("transposed", "dropped"))],
-)
+@pytest.mark.parametrize("fault", ["scale 1 % too small", *(pytest.param(f"one module {how}", marks=pytest.mark.slow) for how in (
+    "transposed", "dropped",
+))])  # fmt: skip
 def test_two_routes_name_the_module_whose_adapter_was_loaded_otherwise(fault):
     row = judge_route(Route("llama", "stock", 1), fault)
     assert (row["verify"], row["alarm"]) == ("differs", True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.errors import RequestError
+from tests.raised import refused
 from trimtab.verification.routes import alarm_rate as criterion
 from trimtab.verification.routes import compare
 from trimtab.verification.routes.compare import DRAW, Difference, Noise, NoiseFloor, difference
@@ -54,8 +54,7 @@ def test_pieces_give_what_the_whole_gives(monkeypatch):
 
 def test_equal_values_of_two_dtypes_are_the_same():
     first = torch.randn(4, 9).bfloat16()
-    assert difference(first, first.float()).is_same
-    assert NoiseFloor().verdict(difference(first, first.float())) == "same"
+    assert difference(first, first.float()).is_same and NoiseFloor().verdict(difference(first, first.float())) == "same"
 
 
 def test_the_smallest_change_of_one_value_is_seen():
@@ -90,9 +89,8 @@ def test_masked_values_of_both_are_no_difference():
 
 
 def test_shapes_must_agree():
-    with pytest.raises(RequestError, match=r"\[3, 4\] cannot be compared with \[3, 5\]") as caught:
-        difference(torch.zeros(3, 4), torch.zeros(3, 5))
-    assert caught.value.field == "logits"
+    error = refused(difference, torch.zeros(3, 4), torch.zeros(3, 5), match=r"\[3, 4\] cannot be compared with \[3, 5\]")
+    assert error.field == "logits"
 
 
 def drawn(prompt: str, sizes: list[float]) -> tuple[Noise, ...]:
@@ -128,8 +126,7 @@ def test_within_noise_means_within_all_three_limits(measure):
 def test_each_prompt_has_a_limit_of_its_own():
     floor = NoiseFloor(drawn("quiet", SIZES) + drawn("noisy", [10 * size for size in SIZES]))
     assert floor.limits["noisy"].mean_abs == pytest.approx(10 * floor.limits["quiet"].mean_abs)
-    assert floor.verdict(at_limit(floor, "noisy"), "quiet") == "differs"
-    assert floor.limit == floor.limits["noisy"]
+    assert floor.verdict(at_limit(floor, "noisy"), "quiet") == "differs" and floor.limit == floor.limits["noisy"]
     # More runs say better how far the noise spreads, so the limit comes down.
     assert floor.limits["quiet"].mean_abs < NoiseFloor(drawn("quiet", SIZES)).limits["quiet"].mean_abs
 
@@ -177,15 +174,13 @@ def test_the_floor_is_the_largest_of_all_pairs():
     first, second = random_pair()
     pairs = compare.noise_between("p1", {"once": first, "twice": first, "split": second})
     floor = NoiseFloor(pairs)
-    assert len(pairs) == 3 and floor.orders == ("once", "twice", "split")
-    assert floor.max_abs == difference(first, second).max_abs
+    assert len(pairs) == 3 and floor.orders == ("once", "twice", "split") and floor.max_abs == difference(first, second).max_abs
     assert [pair.max_abs for pair in pairs if {pair.first, pair.second} == {"once", "twice"}] == [0.0]
     assert floor.to_json()["pairs"] == 3
 
 
 def test_the_worst_verdict_counts():
-    assert compare.worst([]) == "same"
-    assert compare.worst(["same", "same within noise"]) == "same within noise"
+    assert compare.worst([]) == "same" and compare.worst(["same", "same within noise"]) == "same within noise"
     assert compare.worst(["same within noise", "differs", "same"]) == "differs"
     assert compare.worst(["same", "cannot tell", "same within noise"]) == "cannot tell"
 
@@ -231,8 +226,7 @@ FAULTS = {"dropped": lambda A, B: (A, 0 * B), "transposed": lambda A, B: (B.T, A
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_wrong_module_is_named_and_no_other(fault):
     found = compare_changes(loaded(), loaded(change=FAULTS[fault]))
-    assert [row.module_path for row in found.wrong] == ["layers.1.q_proj"]
-    assert found.to_json()["wrong"][0]["adapter"] == "a"
+    assert [row.module_path for row in found.wrong] == ["layers.1.q_proj"] and found.to_json()["wrong"][0]["adapter"] == "a"
 
 
 def test_a_module_that_one_side_lacks_is_wrong_unless_names_differ_or_it_does_nothing():
@@ -240,14 +234,12 @@ def test_a_module_that_one_side_lacks_is_wrong_unless_names_differ_or_it_does_no
     assert [row.module_path for row in compare_changes(loaded(), less).wrong] == ["layers.2.q_proj"]
     assert compare_changes(loaded(), less, same_names=False).wrong == ()
     idle = {"a": less["a"] | {"layers.2.q_proj": [0.0] * SIZE}}
-    assert compare_changes(less, idle).wrong == ()
-    assert compare_changes({}, loaded()) is None
+    assert compare_changes(less, idle).wrong == () and compare_changes({}, loaded()) is None
 
 
 def test_signs_are_fixed_and_balanced():
     """The numbers may be made by two releases of torch: they come from integers alone."""
-    row = sketch(torch.ones(1, 3), torch.ones(2, 1), 1.0)
-    assert row[:6] == EXPECTED
+    assert sketch(torch.ones(1, 3), torch.ones(2, 1), 1.0)[:6] == EXPECTED
     many = torch.tensor(sketch(torch.ones(1, 4096), torch.ones(4096, 1), 1.0 / 4096))
     assert float(many.square().mean()) == pytest.approx(1.0, abs=0.8)
 

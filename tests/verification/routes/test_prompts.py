@@ -3,9 +3,9 @@
 import json
 import wave
 
-import pytest
 from PIL import Image
 
+from tests.raised import raised
 from trimtab.errors import RequestError
 from trimtab.verification.routes.prompts import DEMO, Prompt, built_in, check_modalities, checked, demo_prompts, read_prompts
 
@@ -17,10 +17,9 @@ def write(folder, *lines):
 
 
 def refused(call, *arguments):
-    with pytest.raises(RequestError) as caught:
-        call(*arguments)
-    assert caught.value.field == "prompts"
-    return str(caught.value)
+    error = raised(RequestError, call, *arguments)
+    assert error.field == "prompts"
+    return str(error)
 
 
 def test_a_file_is_read_with_media_beside_it(tmp_path):
@@ -72,8 +71,7 @@ def test_prompts_may_be_given_in_python():
     found = checked(["Hello", {"id": "x", "text": "y"}, Prompt("z", "w")])
     assert found == (Prompt("p1", "Hello"), Prompt("x", "y"), Prompt("z", "w"))
     assert "prompt 1: unknown key 'txt'" in refused(checked, [{"id": "x", "txt": "y"}])
-    assert "id 'p1' is used 2 times" in refused(checked, ["a", Prompt("p1", "b")])
-    assert "holds no prompt" in refused(checked, [])
+    assert "id 'p1' is used 2 times" in refused(checked, ["a", Prompt("p1", "b")]) and "holds no prompt" in refused(checked, [])
 
 
 def test_media_that_the_model_cannot_take_are_refused_together():
@@ -86,8 +84,7 @@ def test_media_that_the_model_cannot_take_are_refused_together():
 
 def test_the_demo_model_gets_its_own_questions(tmp_path):
     found = built_in(DEMO / "base", {}, tmp_path)
-    assert found == demo_prompts()
-    assert [prompt.kind for prompt in found] == ["text", "image", "audio"]
+    assert found == demo_prompts() and [prompt.kind for prompt in found] == ["text", "image", "audio"]
     assert all(prompt.expected["base"] and prompt.text for prompt in found)
 
 

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import ROOT, pico, stock
-from trimtab.errors import DeviceError, DoesNotFitError, RequestError, UpstreamError
+from tests.raised import raised, refused
+from trimtab.errors import DeviceError, DoesNotFitError, UpstreamError
 from trimtab.process import phases
 from trimtab.request import LoadRequest
 from trimtab.verification.routes import compare, rounding
@@ -57,16 +58,14 @@ def test_a_continuation_is_appended_to_every_row_of_tokens():
     }  # fmt: skip
     found = forced.extended(inputs, [8, 9])
     assert found["input_ids"].tolist() == [[5, 6, 7, 8, 9]] and found["attention_mask"].tolist() == [[1] * 5]
-    assert found["mm_token_type_ids"].tolist() == [[0, 1, 1, 0, 0]]
-    assert found["pixel_values"] is inputs["pixel_values"]
+    assert found["mm_token_type_ids"].tolist() == [[0, 1, 1, 0, 0]] and found["pixel_values"] is inputs["pixel_values"]
     assert forced.extended(inputs, [])["input_ids"] is inputs["input_ids"]
 
 
 def test_rows_of_several_lengths_are_filled_up_on_the_right():
     rows = [{"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))} for ids in ([1, 2, 3], [4])]
     found = forced.padded_batch(rows)
-    assert found["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert found["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert found["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]] and found["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
 def test_a_route_prepares_prompts_as_a_process_of_their_own_does(tmp_path, monkeypatch):
@@ -106,9 +105,8 @@ def test_prepared_inputs_are_the_models_own(tmp_path):
 def test_a_prompt_that_the_processor_refuses_is_named(tmp_path):
     folder = pico.build("llama", tmp_path / "llama")
     prompts = (Prompt("good", token_ids=(3, 4)), Prompt("high", token_ids=(3, 400)), Prompt("more", token_ids=(999,)))
-    with pytest.raises(RequestError) as caught:
-        rows_of(folder, tmp_path, prompts)
-    assert "2 refused" in str(caught.value) and "high: " in str(caught.value) and "more: " in str(caught.value)
+    error = refused(rows_of, folder, tmp_path, prompts)
+    assert "2 refused" in str(error) and "high: " in str(error) and "more: " in str(error)
 
 
 # The same tokens through both stacks ----------------------------------------------------------------------------------
@@ -159,8 +157,7 @@ def test_an_item_may_follow_another_ones_answer(tmp_path):
 def test_a_batch_of_rows_with_their_own_adapters_is_each_alone(tmp_path):
     folder = pico.build("llama", tmp_path / "base", dtype="float32")
     paths = {name: str(pico.adapter(folder, tmp_path / name, seed=at)) for at, name in enumerate("ab")}
-    rows = rows_of(folder, tmp_path)
-    items = [routes.Item(**row, adapter=name) for row in rows for name in ("a", None, "b")]
+    items = [routes.Item(**row, adapter=name) for row in rows_of(folder, tmp_path) for name in ("a", None, "b")]
     request = LoadRequest(model=str(folder), adapters=paths, quant="none", dtype="float32", batch=4, device=DEVICE)
     first = run(routes.Route(label="alone", request=request), items, tmp_path / "alone")
     mixed = routes.Route(label="mixed", request=request, batched=4)
@@ -193,8 +190,7 @@ def test_batches_are_left_out_where_they_are_tested(tmp_path):
     folder = pico.build("llama", tmp_path / "base")
     items = items_of(rows_of(folder, tmp_path))
     ran = run(own(folder), items, tmp_path / "a", noise="without batches", noise_items=1)
-    assert not any("batch" in name for name in ran.noise.orders)
-    assert {pair.prompt_id for pair in ran.noise.pairs} == {"one"}
+    assert not any("batch" in name for name in ran.noise.orders) and {pair.prompt_id for pair in ran.noise.pairs} == {"one"}
 
 
 def test_an_order_that_fails_is_named_not_hidden():
@@ -238,8 +234,7 @@ def test_the_rounding_run_is_pefts_merge(tmp_path):
             ours = module.adapters["rounded once"].weight
         theirs_ = merged.get_submodule("model.layers.0.mlp.up_proj").weight
         # Both round once to bf16, from float64 here and float32 there: a few values on the edge fall to the other side.
-        assert float((ours != theirs_).float().mean()) < 0.01
-        assert not torch.equal(ours, module.dense_weight())
+        assert float((ours != theirs_).float().mean()) < 0.01 and not torch.equal(ours, module.dense_weight())
         model.adapter_store.set(None)
         before = forced.forward(model.hf_model, inputs)[0]
         with rounding.merged_in_memory(model, "a", 1):
@@ -276,9 +271,8 @@ def test_an_error_of_ours_keeps_its_kind_and_fields(tmp_path):
     route = own(folder, gpu_memory_bytes=1000).to_json()
     lines = []
     isolated.main({"module": routes.OWN, "request": {"route": route, "items": []}}, lines.append)
-    with pytest.raises(DoesNotFitError) as caught:
-        routes.raise_told(json.loads(json.dumps(lines)), "it")
-    assert caught.value.budget_bytes == 1000 and caught.value.needed_bytes > 1000 and "budget" in str(caught.value)
+    error = raised(DoesNotFitError, lambda: routes.raise_told(json.loads(json.dumps(lines)), "it"))
+    assert error.budget_bytes == 1000 and error.needed_bytes > 1000 and "budget" in str(error)
 
 
 def test_an_error_that_leaves_its_process_is_raised_here(tmp_path, monkeypatch):
@@ -286,9 +280,8 @@ def test_an_error_that_leaves_its_process_is_raised_here(tmp_path, monkeypatch):
         "from trimtab.errors import RequestError\n\n\ndef main(request, emit):\n    raise RequestError('', field='x', **request)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(RequestError) as caught:
-        routes.run_module("refusing", {"value": 0}, "it", isolated=True)
-    assert (caught.value.field, caught.value.value) == ("x", 0)
+    error = refused(routes.run_module, "refusing", {"value": 0}, "it", isolated=True)
+    assert (error.field, error.value) == ("x", 0)
 
 
 def test_what_stock_raises_is_an_upstream_error_with_its_package(tmp_path):

@@ -20,10 +20,9 @@ E4B = {"text_config": {"num_key_value_heads": 2, "head_dim": 256, "global_head_d
 NARROW = {"num_key_value_heads": 1, "head_dim": 256}
 
 
-@pytest.mark.parametrize(
-    ("config", "is_hit"),
-    [(E2B, True), (E4B, False), (NARROW, False), ({}, False), ({"text_config": 7}, False), ({**NARROW, "head_dim": 320}, True)],
-)
+@pytest.mark.parametrize(("config", "is_hit"), [
+    (E2B, True), (E4B, False), (NARROW, False), ({}, False), ({"text_config": 7}, False), ({**NARROW, "head_dim": 320}, True),
+])  # fmt: skip
 def test_the_models_are_those_with_one_wide_head_of_keys(config, is_hit):
     assert verify.one_wide_key_head(config) is is_hit
 
@@ -35,13 +34,10 @@ def test_only_lengths_and_devices_that_are_wrong_are_named(tokens, device):
     assert all("I13" in line and f"river ({tokens} tokens)" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("verdict", "tokens", "engine", "is_said"),
-    [
-        (compare.DIFFERS, 29, "stock", True), (compare.SAME, 29, "stock", False), (compare.DIFFERS, 30, "stock", False),
-        (compare.DIFFERS, 29, "trimtab", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("verdict", "tokens", "engine", "is_said"), [
+    (compare.DIFFERS, 29, "stock", True), (compare.SAME, 29, "stock", False), (compare.DIFFERS, 30, "stock", False),
+    (compare.DIFFERS, 29, "trimtab", False),
+])  # fmt: skip
 def test_a_comparison_that_differs_says_it_of_the_stock_side(verdict, tokens, engine, is_said, monkeypatch):
     def ran(engine):
         said = SimpleNamespace(continuation=(1, 2, 3, 4))
@@ -50,17 +46,13 @@ def test_a_comparison_that_differs_says_it_of_the_stock_side(verdict, tokens, en
     monkeypatch.setattr(verify, "read_checkpoint", lambda model: SimpleNamespace(config=E2B))
     items = [SimpleNamespace(id="river", prompt_tokens=tokens)]
     rows = [SimpleNamespace(verdict=verdict)]
-    lines = verify._stock_faults(SimpleNamespace(model="m"), items, rows, ran(engine), ran("trimtab"))
-    assert bool(lines) == is_said
+    assert bool(verify._stock_faults(SimpleNamespace(model="m"), items, rows, ran(engine), ran("trimtab"))) == is_said
 
 
-@pytest.mark.parametrize(
-    ("verdict", "engine", "paths", "is_said"),
-    [
-        (compare.DIFFERS, "stock", ["a.fc2", "b.fc2"], True), (compare.SAME, "stock", ["a.fc2"], False),
-        (compare.DIFFERS, "stock", [], False), (compare.DIFFERS, "trimtab", ["a.fc2"], False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("verdict", "engine", "paths", "is_said"), [
+    (compare.DIFFERS, "stock", ["a.fc2", "b.fc2"], True), (compare.SAME, "stock", ["a.fc2"], False),
+    (compare.DIFFERS, "stock", [], False), (compare.DIFFERS, "trimtab", ["a.fc2"], False),
+])  # fmt: skip
 def test_a_comparison_that_differs_names_layers_with_wrong_scales(verdict, engine, paths, is_said, monkeypatch):
     def ran(engine):
         said = SimpleNamespace(continuation=(1,))
@@ -70,8 +62,7 @@ def test_a_comparison_that_differs_names_layers_with_wrong_scales(verdict, engin
     monkeypatch.setattr(verify, "read_checkpoint", lambda model: SimpleNamespace(config=E4B))
     items, rows = [SimpleNamespace(id="river", prompt_tokens=30)], [SimpleNamespace(verdict=verdict)]
     lines = verify._stock_faults(SimpleNamespace(model="m"), items, rows, ran(engine), ran("trimtab"))
-    assert len(lines) == is_said
-    assert all("I16" in line and "a.fc2 and 1 more" in line for line in lines)
+    assert len(lines) == is_said and all("I16" in line and "a.fc2 and 1 more" in line for line in lines)
 
 
 def four_bit(rows, width, device="cpu"):
@@ -103,5 +94,4 @@ def test_the_stock_route_names_layers_whose_rows_of_this_length_are_unpacked_wro
 def test_a_small_weight_shows_what_the_catalogue_s_probe_shows(tmp_path):
     pytest.importorskip("bitsandbytes")
     seen = read_entry(FOLDER / "i16_row_scales.py").probe(Kit(tmp_path))
-    assert row_scales.unpacks_wrong(24, 80, 64) == (seen.state == PRESENT)
-    assert not row_scales.unpacks_wrong(24, 128, 64)
+    assert row_scales.unpacks_wrong(24, 80, 64) == (seen.state == PRESENT) and not row_scales.unpacks_wrong(24, 128, 64)

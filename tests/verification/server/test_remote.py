@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 from bench.planted import Planted
+from tests.adapter_files import rewritten
+from tests.raised import raised
 from trimtab.cli import main as cli
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.doctor.servers.known import FAULTS
@@ -24,18 +26,9 @@ from trimtab.verification.server.verdict import nothing_to_tell
 STYLE, OTHER, BASE = DEMO / "adapters" / "style", DEMO / "adapters" / "rslora-dora", DEMO / "base"
 
 
-def copied(adapter, folder, **config):
-    """Return a copy of an adapter with another configuration."""
-    folder.mkdir()
-    values = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
-    (folder / "adapter_config.json").write_text(json.dumps({**values, **config}), "utf-8")
-    (folder / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())
-    return folder
-
-
 def served_scaled(folder):
     """Return the adapter style with another scale."""
-    return copied(STYLE, folder / "scaled", use_rslora=True)
+    return rewritten(STYLE, folder / "scaled", use_rslora=True)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +55,7 @@ def test_the_right_adapter_is_alive_and_the_report_says_what_that_rests_on(serve
     }  # fmt: skip
     assert report.channels["text"].name == "completions, token ids"
     assert set(report.channels) == {"text"}  # the adapter changes no tower: no picture need be sent
-    assert 0 < report.residuals["none"] < 0.1
-    assert report.requests == planted.requests <= 200
+    assert 0 < report.residuals["none"] < 0.1 and report.requests == planted.requests <= 200
     report.save(tmp_path / "report.json")
     saved = json.loads((tmp_path / "report.json").read_text("utf-8"))
     assert (saved["verdict"], saved["exit_code"], saved["still_possible"]) == ("alive", 0, [])
@@ -80,8 +72,7 @@ def test_the_right_adapter_is_alive_and_the_report_says_what_that_rests_on(serve
 @pytest.mark.usefixtures("few_questions")
 def test_an_adapter_in_noise_is_not_called_alive_and_what_noise_hides_is_named(served):
     report = ask(Planted(served, {"m": "style", "b": None}, jitter=0.4), remote_base="b")
-    assert (report.verdict.word, report.exit_code) == ("cannot tell", 9)
-    assert report.verdict.is_as_a_whole
+    assert (report.verdict.word, report.exit_code) == ("cannot tell", 9) and report.verdict.is_as_a_whole
     assert "another version of the adapter" in report.verdict.unseen
     assert report.to_json()["still_possible"] == list(report.verdict.unseen)
     first, because = str(report).splitlines()[0], dict(report.document().blocks[0].rows)["because"]
@@ -129,8 +120,7 @@ def test_an_adapter_without_effect_is_seen_in_texts_alone(served):
     planted = Planted(served, {"m": None, "b": None}, top=0, takes_ids=False)
     report = ask(planted, remote_base="b")
     assert (report.verdict.word, report.exit_code) == ("ignored", 1)
-    assert "exactly those of the server's own base" in report.verdict.reason
-    assert report.channels["text"].top == 0
+    assert "exactly those of the server's own base" in report.verdict.reason and report.channels["text"].top == 0
 
 
 def test_texts_of_one_length_go_through_the_model_together_and_change_no_number(served):
@@ -150,14 +140,13 @@ def test_every_fault_of_an_adapter_is_an_adapter_that_loads_and_acts_otherwise(s
     assert names == ["ignored", "scale", "A and B swapped", "merged twice", "one module dropped",
                      "another version of the adapter", "adapter other"]  # fmt: skip
     assert not_tried == []
-    spec = trimtab.inspect(faults[3].folder, model=BASE)
-    assert {float(scale) for scale in spec["scales"]} == {4.0}
+    assert {float(scale) for scale in trimtab.inspect(faults[3].folder, model=BASE)["scales"]} == {4.0}
     dropped = trimtab.inspect(faults[4].folder, model=BASE)
     assert dropped["targets"]["total"] == trimtab.inspect(STYLE, model=BASE)["targets"]["total"] - 1
 
 
 def test_patterns_that_are_ignored_give_the_scale_of_the_defaults(tmp_path):
-    folder = copied(STYLE, tmp_path / "patterned", alpha_pattern={"q_proj": 64})
+    folder = rewritten(STYLE, tmp_path / "patterned", alpha_pattern={"q_proj": 64})
     plan = trimtab.plan(BASE, adapters={"p": folder}, quant="none", context=64)
     with trimtab.load(plan, decode="eager") as model:
         faults, _ = write_faults(model.adapter_spec("p"), tmp_path / "faults", {})
@@ -167,7 +156,7 @@ def test_patterns_that_are_ignored_give_the_scale_of_the_defaults(tmp_path):
 
 
 def test_a_connectors_part_that_is_dropped_is_a_fault_of_its_own(tmp_path):
-    folder = copied(STYLE, tmp_path / "joined")
+    folder = rewritten(STYLE, tmp_path / "joined")
     file = folder / "adapter_model.safetensors"
     tensors = load_file(str(file))
     weights = {}
@@ -215,10 +204,8 @@ def test_own_prompts_do_not_leave_the_machine_without_the_flag():
 
     planted = Planted(None, {})
     planted._answer = no_request
-    with pytest.raises(RequestError) as caught:
-        ask(planted, prompts=["my secret"])
-    assert caught.value.field == "prompts"
-    assert "send_prompts" in str(caught.value)
+    error = raised(RequestError, ask, planted, prompts=["my secret"])
+    assert error.field == "prompts" and "send_prompts" in str(error)
 
 
 def test_what_cannot_be_asked_is_refused_before_anything_is_sent(capsys):
@@ -231,8 +218,7 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_sent(capsys):
         ("--against", "http://u:p@h/v1", "--remote-model", "m"): "against", ("--against", "ollama:"): "against",
     }  # fmt: skip
     for flags, field in refused.items():
-        command = ["verify", str(BASE), "--adapter", f"style={STYLE}", *flags, "--json"]
-        assert cli.main(command) == 2
+        assert cli.main(["verify", str(BASE), "--adapter", f"style={STYLE}", *flags, "--json"]) == 2
         assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == field
 
 
@@ -250,5 +236,4 @@ def test_a_servers_words_are_escaped_on_the_page():
     assert "<script" not in marked
     assert "\x1b" not in page
     assert "[x](" not in marked
-    assert report.exit_code == EXIT_CANNOT_TELL
-    assert dataclasses.asdict(report.verdict)["word"] == "cannot tell"
+    assert report.exit_code == EXIT_CANNOT_TELL and dataclasses.asdict(report.verdict)["word"] == "cannot tell"

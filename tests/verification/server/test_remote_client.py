@@ -8,7 +8,7 @@ import anyio
 import httpx2
 import pytest
 
-from trimtab.errors import RequestError
+from tests.raised import refused
 from trimtab.verification.server import client as remote_client
 from trimtab.verification.server.answers import MAX_TOKENS, read_chat, read_completion, read_ollama
 from trimtab.verification.server.client import Client, check_url, plain, read_key
@@ -70,19 +70,14 @@ def test_ollama_gives_its_logprobs_beside_the_response():
 
 @pytest.mark.parametrize("value", [None, [], {}, {"choices": []}, {"choices": [3]}, {"choices": [{"text": 3}]}, "x", 5])
 def test_what_is_no_answer_is_none(value):
-    assert read_completion(value) is None
-    assert read_chat(value) is None
-    assert read_ollama(value) is None
+    assert read_completion(value) is None and read_chat(value) is None and read_ollama(value) is None
 
 
-@pytest.mark.parametrize(
-    "logprobs",
-    [
-        {"token_logprobs": ["-0.5"]}, {"token_logprobs": [True]}, {"token_logprobs": [10**400]}, {"token_logprobs": [0.5]},
-        {"top_logprobs": [[1]]}, {"top_logprobs": "x"}, {"tokens": [3]}, {"tokens": ["x" * 2000]}, {"tokens": {}},
-        {"top_logprobs": [{" a": None}]},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("logprobs", [
+    {"token_logprobs": ["-0.5"]}, {"token_logprobs": [True]}, {"token_logprobs": [10**400]}, {"token_logprobs": [0.5]},
+    {"top_logprobs": [[1]]}, {"top_logprobs": "x"}, {"tokens": [3]}, {"tokens": ["x" * 2000]}, {"tokens": {}},
+    {"top_logprobs": [{" a": None}]},
+])  # fmt: skip
 def test_logprobs_of_another_form_are_not_read(logprobs):
     assert read_completion(completion(**logprobs)).positions is None
 
@@ -93,8 +88,7 @@ def test_a_stand_in_for_impossible_is_not_measured():
 
 
 def test_an_endless_answer_is_cut():
-    said = read_chat(chat(*[entry()] * (MAX_TOKENS + 50)))
-    assert len(said.positions) == MAX_TOKENS
+    assert len(read_chat(chat(*[entry()] * (MAX_TOKENS + 50))).positions) == MAX_TOKENS
     assert read_chat(chat(text="x" * 10**6)) is None
 
 
@@ -145,18 +139,11 @@ def test_tokens_shown_without_their_spaces_are_found_where_only_one_fits():
 
 
 def test_a_number_outside_the_vocabulary_names_nothing():
-    table = TokenTable(Vocabulary("a", "b"))
-    assert table.positions(read_chat(chat(entry("a", id=99)))) == []
+    assert TokenTable(Vocabulary("a", "b")).positions(read_chat(chat(entry("a", id=99)))) == []
 
 
 def client(answer, **options):
     return Client("http://host:8000/v1", transport=httpx2.MockTransport(answer), **options)
-
-
-def refused(call):
-    with pytest.raises(RequestError) as caught:
-        call()
-    return caught.value
 
 
 def test_a_request_carries_the_key_and_asks_for_bytes_as_they_are():
@@ -170,8 +157,7 @@ def test_a_request_carries_the_key_and_asks_for_bytes_as_they_are():
     assert (reply.status, reply.value) == (200, {"ok": True})
     (request,) = seen
     assert str(request.url) == "http://host:8000/v1/completions"
-    assert request.headers["authorization"] == "Bearer secret"
-    assert request.headers["accept-encoding"] == "identity"
+    assert request.headers["authorization"] == "Bearer secret" and request.headers["accept-encoding"] == "identity"
     assert json.loads(request.content) == {"a": 1}
 
 
@@ -180,9 +166,7 @@ def test_a_redirect_is_not_followed():
         return httpx2.Response(307, headers={"location": "http://elsewhere/"})
 
     error = refused(lambda: client(answer, key="secret").get("/models"))
-    assert error.value == "http://host:8000/v1"
-    assert "not followed" in str(error)
-    assert "secret" not in str(error)
+    assert error.value == "http://host:8000/v1" and "not followed" in str(error) and "secret" not in str(error)
 
 
 def test_an_answer_beyond_the_limit_is_not_read(monkeypatch):
@@ -214,8 +198,7 @@ def test_a_server_that_drips_bytes_meets_the_deadline():
     async def answer(request):
         return httpx2.Response(200, stream=Dripping())
 
-    error = refused(lambda: client(answer, deadline_s=0.05).get("/models"))
-    assert "did not answer within 0.05 seconds" in str(error)
+    assert "did not answer within 0.05 seconds" in str(refused(lambda: client(answer, deadline_s=0.05).get("/models")))
 
 
 def test_the_deadline_is_of_all_requests_together(monkeypatch):
@@ -257,14 +240,12 @@ def test_a_server_that_is_not_there_is_named():
 )  # fmt: skip
 def test_what_is_no_plain_address_is_refused(url):
     error = refused(lambda: check_url(url))
-    assert error.field == "against"
-    assert "u:p" not in str(error)
+    assert error.field == "against" and "u:p" not in str(error)
 
 
 def test_the_key_comes_from_a_variable_that_has_to_be_set(monkeypatch):
     monkeypatch.setenv("SOME_KEY", "abc")
-    assert read_key("SOME_KEY") == "abc"
-    assert read_key(None) is None
+    assert read_key("SOME_KEY") == "abc" and read_key(None) is None
     monkeypatch.setenv("SOME_KEY", "abc\nX-Other: 1")
     assert "abc" not in str(refused(lambda: read_key("SOME_KEY")))
     monkeypatch.delenv("SOME_KEY")
@@ -318,8 +299,7 @@ def test_an_alive_excludes_every_fault_that_was_tried_whatever_the_noise():
 def test_answers_farther_from_right_than_the_precision_explains_may_be_an_older_version(base_noise, right, is_alive):
     verdict = judge(asked(16, base_noise=base_noise, right=right, ignored=3.0, scale=1.0, one=0.5), FAULTS)
     assert verdict.word == (ALIVE if is_alive else CANNOT_TELL)
-    assert verdict.unseen == (() if is_alive else (OTHER_VALUES,))
-    assert verdict.is_as_a_whole
+    assert verdict.unseen == (() if is_alive else (OTHER_VALUES,)) and verdict.is_as_a_whole
 
 
 @pytest.mark.parametrize(("right", "other", "word"), [(0.06, 0.19, ALIVE), (0.1, 0.22, CANNOT_TELL), (0.18, 0.25, CANNOT_TELL)])
@@ -352,16 +332,14 @@ def test_a_nearer_fault_is_no_alarm_unless_it_is_nearer_by_half():
 
 def test_few_questions_do_not_suffice_for_an_alarm():
     verdict = judge(asked(5, right=3.0, ignored=0.05, scale=2.0, one=3.0), FAULTS)
-    assert (verdict.word, verdict.confidence) == (CANNOT_TELL, None)
-    assert "ignored" in verdict.reason
+    assert (verdict.word, verdict.confidence) == (CANNOT_TELL, None) and "ignored" in verdict.reason
 
 
 def test_noise_that_hides_a_fault_of_the_whole_adapter_leaves_nothing_to_tell():
     verdict = judge(asked(16, base_noise=0.8, right=0.9, ignored=3.0, scale=1.2, one=0.9), FAULTS)
     assert verdict.word == CANNOT_TELL
     assert verdict.reason.endswith("the following remain possible: scale, one module dropped")
-    assert not verdict.is_as_a_whole
-    assert verdict.visible_from > 1.0
+    assert not verdict.is_as_a_whole and verdict.visible_from > 1.0
 
 
 def test_a_fault_that_no_question_shows_is_not_excluded():
@@ -394,9 +372,7 @@ def test_of_two_faults_that_fit_the_one_that_explains_all_questions_is_named():
 
 
 def test_the_sign_test_is_the_tail_of_a_fair_coin():
-    assert sign_test(16, 0) == 2**-16
-    assert sign_test(3, 1) == pytest.approx(5 / 16)
-    assert sign_test(0, 0) == 1.0
+    assert sign_test(16, 0) == 2**-16 and sign_test(3, 1) == pytest.approx(5 / 16) and sign_test(0, 0) == 1.0
 
 
 def test_nothing_compared_tells_nothing():

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 import trimtab
 from bench.planted import Both, Planted
 from tests import pico
+from tests.adapter_files import write_tensors
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from tests.peers import tiny_llama
 from trimtab.adapters.adapter import match_adapter, read_adapter
@@ -76,8 +77,7 @@ def ask(base, adapter, model):
 
 
 def test_faults_of_an_adapter_on_experts_are_planted(faults):
-    names = [fault.name for fault in faults[0]]
-    assert {"ignored", "scale", "expert part dropped", "one module dropped"} <= set(names)
+    assert {"ignored", "scale", "expert part dropped", "one module dropped"} <= {fault.name for fault in faults[0]}
 
 
 def test_an_adapter_on_experts_that_is_applied_whole_is_alive(base, adapter):
@@ -114,10 +114,7 @@ def by_expert(adapter, folder):
                 found[f"{head}.experts.{expert}.{layer}.lora_{role}.weight"] = part.clone()
     config = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
     config |= {"target_parameters": None, "target_modules": [*config["target_modules"], "gate_proj", "up_proj", "down_proj"]}
-    folder.mkdir()
-    save_file(found, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
+    return write_tensors(folder, found, config)
 
 
 def test_faults_of_pairs_of_single_experts_are_planted(base, adapter, faults, tmp_path):
