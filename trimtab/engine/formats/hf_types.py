@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
+
+
+class Config(Protocol):
+    """A `PreTrainedConfig`: the fields that the engine reads. Not every family has the last ones."""
+
+    model_type: str
+    _name_or_path: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    bos_token_id: int | list[int] | None
+    layer_types: Sequence[str] | None
+    sliding_window: int
+    vocab_size_per_layer_input: int
+    cross_attention_layers: Sequence[int]
+    mm_tokens_per_image: int
+
+    def get_text_config(self, decoder: bool = False) -> Config: ...
+
 
 if TYPE_CHECKING:
 
     class HFModel(nn.Module):
         """A `PreTrainedModel`, its decoder included."""
 
-        config: Any
+        config: Config
         generation_config: Any
         base_model: HFModel
         lm_head: nn.Module
@@ -76,7 +97,7 @@ class Tokenizer(ChatTemplateOwner, Protocol):
     @property
     def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
 
-    def __call__(self, text: str, **options: object) -> Any: ...
+    def __call__(self, text: str | list[str], **options: object) -> Any: ...
 
     def get_vocab(self) -> Mapping[str, int]: ...
 
@@ -87,7 +108,25 @@ class Tokenizer(ChatTemplateOwner, Protocol):
     def decode(self, ids: Sequence[int], /, **options: object) -> object: ...
 
 
+class MediaProcessor(ChatTemplateOwner, Protocol):
+    """A `ProcessorMixin`: texts with images or audio -> inputs."""
+
+    tokenizer: Tokenizer
+    feature_extractor: FeatureExtractor
+
+    def __call__(self, text: str | list[str], **options: object) -> MutableMapping[str, object]: ...
+
+
 class FeatureExtractor(Protocol):
     """The feature extractor: samples -> inputs of an audio tower."""
 
     def __call__(self, samples: Sequence[object], /, **options: object) -> Mapping[str, object]: ...
+
+
+# A checkpoint that only reads text has a tokenizer alone.
+Processor: TypeAlias = "MediaProcessor | Tokenizer"
+
+
+def tokenizer_of(processor: Processor) -> Tokenizer:
+    """Return a processor's tokenizer, or the tokenizer that it is."""
+    return processor.tokenizer if hasattr(processor, "tokenizer") else processor
