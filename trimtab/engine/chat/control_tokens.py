@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from trimtab.engine.formats.hf_types import tokenizer_of
 from trimtab.engine.layers.context import PlacedModel
 from trimtab.engine.templates.budget import REFUSALS, render
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.process.redact import map_texts
 
 if TYPE_CHECKING:
-    from trimtab.engine.chat.content_parts import Message
-    from trimtab.engine.formats.hf_types import HFModel, Tokenizer
+    from trimtab.engine.chat.content_parts import Message, ToolCall
+    from trimtab.engine.formats.hf_types import HFModel, Processor, Tokenizer
 
 Encoded = TypeVar("Encoded", bound="MutableMapping[str, Any]")
 
@@ -219,7 +220,7 @@ class ChatModel(PlacedModel, Protocol):
     """A model as its prompts see it. processor: its tokenizer if it only reads. processor_folder: where the files of both are."""
 
     @property
-    def processor(self) -> Any: ...
+    def processor(self) -> Processor: ...
 
     @property
     def processor_folder(self) -> Path: ...
@@ -279,7 +280,7 @@ def _mapped(messages: Sequence[Message], change: Callable[[str], str]) -> list[d
     return changed
 
 
-def _changed_call(call: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, object]:
+def _changed_call(call: ToolCall, change: Callable[[str], str]) -> dict[str, object]:
     function = call["function"]
     fields = {"name": change(function["name"]), "arguments": map_texts(function["arguments"], change, keys=True)}
     return {**call, **({"id": change(call["id"])} if "id" in call else {}), "function": {**function, **fields}}
@@ -365,7 +366,7 @@ def end_token_ids(hf_model: HFModel) -> tuple[int, ...]:
 def turn_end(model: ChatModel) -> TurnEnd | None:
     """Return the control token that the template writes first behind an answer; None without a template or such a token."""
     processor = model.processor
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_of(processor)
     owner = processor if getattr(processor, "chat_template", None) else tokenizer
     if not getattr(owner, "chat_template", None):
         return None
@@ -399,7 +400,7 @@ def stop_at_turn_end(model: ChatModel, *, is_asked: bool | None = None) -> TurnE
     missing = None if is_asked is False else missing_turn_end(model)
     if missing is None:
         return None
-    if is_asked or missing.token_id == getattr(model.processor, "tokenizer", model.processor).eos_token_id:
+    if is_asked or missing.token_id == tokenizer_of(model.processor).eos_token_id:
         model.hf_model.generation_config.eos_token_id = [*end_token_ids(model.hf_model), missing.token_id]
         return None
     return missing
