@@ -172,8 +172,7 @@ class Asking:
 
         in_use: names that stay attached. Errors: as `Mixes.name_of`.
         """
-        name: str | None = self.mixes.name_of(adapter, in_use) if isinstance(adapter, Mapping) else adapter
-        return name
+        return self.mixes.name_of(adapter, in_use) if isinstance(adapter, Mapping) else adapter
 
     # Conversations and adapters ---------------------------------------------------------------------------------------
 

@@ -49,8 +49,7 @@ class Leaf(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        ghost: Tensor = self.__dict__["ghost"]
-        return ghost
+        return self.__dict__["ghost"]
 
     def base(self, x: Tensor) -> Tensor:
         """Return the layer's output without any adapter, computed by its format's own library."""
@@ -113,12 +112,10 @@ class ResidentLeaf(StationaryLinear):
     def weight(self) -> Tensor:
         if self.quant_kind == "none" and not is_narrow(self._packed.dtype, self.dtype):
             return self._packed.parts["weight"]
-        ghost: Tensor = self.__dict__["ghost"]
-        return ghost
+        return self.__dict__["ghost"]
 
     def base(self, x: Tensor) -> Tensor:
-        y: Tensor = self.__dict__["shell"](x)
-        return y
+        return self.__dict__["shell"](x)
 
     def packed(self) -> Packed:
         return self.stored

@@ -75,8 +75,7 @@ class Expression:
             return value.to(device) if isinstance(value, Tensor) and value.dim() else value
 
         result = self.func(*_mapped(self.args, made), **_mapped(self.kwargs, made))
-        tensor: Tensor = result if self.output is None else result[self.output]
-        return tensor
+        return result if self.output is None else result[self.output]
 
 
 def _flat(value: object) -> Iterator[object]:
