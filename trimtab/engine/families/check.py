@@ -285,7 +285,8 @@ def _behind(decoder: Decoder, layer: Layer, h: Tensor, attended: Tensor, extra: 
 
 
 def _attended(
-    own: Attention, x: Tensor, turns: Mapping[str, tuple[Tensor, Tensor]], kept: dict[int, tuple[Tensor, Tensor]], number: int, positions: Tensor
+    own: Attention, x: Tensor, turns: Mapping[str, tuple[Tensor, Tensor]], kept: dict[int, tuple[Tensor, Tensor]], number: int,
+    positions: Tensor,
 ) -> Tensor:  # fmt: skip
     gates = None
     made = own.parts([linear(x)[0] for linear in own.projections])

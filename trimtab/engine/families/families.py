@@ -178,8 +178,8 @@ def _llama(
         layers.append(_layer(one, own, form, names, added=added))
     act = _activation(getattr(config, "hidden_activation", None) or config.hidden_act)
     return Decoder(
-        text, text.embed_tokens, tuple(layers), Norm(text.norm, form), _ropes(text, kinds) if ropes is None else ropes, act, softcap,
-        embedding_scale=embedding_scale, divisor=divisor,
+        text, text.embed_tokens, tuple(layers), Norm(text.norm, form), _ropes(text, kinds) if ropes is None else ropes, act,
+        softcap, embedding_scale=embedding_scale, divisor=divisor,
     )  # fmt: skip
 
 
@@ -284,13 +284,14 @@ def _gemma4(text: TextModel) -> Decoder:
     )  # fmt: skip
 
 
+_IN_PAIRS = partial(_attention, turn="pairs")
 DESCRIBE: Mapping[str, Callable[[TextModel], Decoder]] = {
     "Gemma4TextModel": _gemma4, "Gemma3nTextModel": _gemma3n, "Gemma3TextModel": _gemma3, "Gemma2Model": _gemma2,
     "LlamaModel": _llama, "MistralModel": _llama, "Ministral3Model": _ministral3, "Qwen2Model": _llama, "SmolLM3Model": _llama,
     "Phi3Model": _llama, "Qwen2_5_VLTextModel": _llama, "Qwen3Model": partial(_llama, qk_norms=True),
     "Qwen3VLTextModel": partial(_llama, qk_norms=True), "Qwen3_5TextModel": _qwen3_5, "Olmo2Model": _olmo,
-    "Olmo3Model": partial(_olmo, by_kind=True), "Glm4Model": partial(_llama, names=_GLM, attention=partial(_attention, turn="pairs")),
-    "GlmModel": partial(_llama, attention=partial(_attention, turn="pairs")),
+    "Olmo3Model": partial(_olmo, by_kind=True), "Glm4Model": partial(_llama, names=_GLM, attention=_IN_PAIRS),
+    "GlmModel": partial(_llama, attention=_IN_PAIRS),
     "GraniteModel": _granite, "GptOssModel": partial(_llama, form="inside"), "MixtralModel": _llama,
     "GemmaModel": partial(_llama, form="plus_one"), "Qwen2MoeModel": _llama, "Qwen3MoeModel": partial(_llama, qk_norms=True),
     "Qwen3VLMoeTextModel": partial(_llama, qk_norms=True),

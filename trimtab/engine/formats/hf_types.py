@@ -30,12 +30,14 @@ class Config(Protocol):
 
 
 if TYPE_CHECKING:
+    from transformers import BatchEncoding, GenerationConfig
+    from transformers.utils import ModelOutput
 
     class HFModel(nn.Module):
         """A `PreTrainedModel`, its decoder included."""
 
         config: Config
-        generation_config: Any
+        generation_config: GenerationConfig
         base_model: HFModel
         lm_head: nn.Module
         name_or_path: str
@@ -46,7 +48,10 @@ if TYPE_CHECKING:
         @property
         def dtype(self) -> torch.dtype: ...
 
-        def __call__(self, **inputs: object) -> Any: ...
+        def __call__(self, **inputs: object) -> ModelOutput: ...
+
+        @classmethod
+        def from_pretrained(cls, folder: None, **options: object) -> tuple[HFModel, Any]: ...
 
         @classmethod
         def can_generate(cls) -> bool: ...
@@ -61,7 +66,7 @@ if TYPE_CHECKING:
 
         def tie_weights(self) -> None: ...
 
-        def generate(self, **inputs: object) -> Any: ...
+        def generate(self, **inputs: object) -> torch.Tensor | ModelOutput: ...
 
 
 class ChatTemplateOwner(Protocol):
@@ -69,7 +74,7 @@ class ChatTemplateOwner(Protocol):
 
     chat_template: object
 
-    def apply_chat_template(self, messages: Any, /, **options: object) -> object: ...
+    def apply_chat_template(self, messages: object, /, **options: object) -> object: ...
 
 
 class AddedToken(Protocol):
@@ -97,7 +102,7 @@ class Tokenizer(ChatTemplateOwner, Protocol):
     @property
     def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
 
-    def __call__(self, text: str | list[str], **options: object) -> Any: ...
+    def __call__(self, text: str | list[str], **options: object) -> BatchEncoding: ...
 
     def get_vocab(self) -> Mapping[str, int]: ...
 

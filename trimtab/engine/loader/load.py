@@ -350,7 +350,7 @@ class _Filler:
         packed = keep(self.owners[weight.tied_to].data) if weight.tied_to else self._packed(row, weight)
         self._fill_fixed(row, module, others)
         bias = None if module.bias is None else module.bias.data
-        common = {"bias": bias, "device": self.device, "dtype": self.dtype, "store": self.adapter_store}
+        common: leaves.LeafOptions = {"bias": bias, "device": self.device, "dtype": self.dtype, "store": self.adapter_store}
         leaf: leaves.Leaf
         if tier == "resident" or tied:
             packed = self.arena.hold(packed) if row.quantized else packed
@@ -386,7 +386,7 @@ class _Filler:
             raise CheckpointError("holds values that are not finite", path=self.plan.request.model, tensor_name=weight.tensor_path)
         self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path})
         bias = module.bias if isinstance(module.bias, Tensor) else None
-        common: dict[str, Any] = {
+        common: leaves.LeafOptions = {
             "bias": None if bias is None else bias.data, "device": self.device, "dtype": self.dtype, "store": self.adapter_store,
         }  # fmt: skip
         packed = Packed(HEAD8, shape, self.dtype, parts, {}, kernel=head8.Kernel())
@@ -434,7 +434,7 @@ class _Filler:
         facts, piece = packed.with_parts({}, packed.codes), len(writer.piece_starts)
         return lambda streamer: tiers.Staged(streamer, writer.group, facts, places, piece)
 
-    def _stage_linear(self, row: ModuleRow, staged: Callable[[tiers.Streamer], tiers.Staged], common: Mapping[str, Any]) -> None:
+    def _stage_linear(self, row: ModuleRow, staged: Callable[[tiers.Streamer], tiers.Staged], common: leaves.LeafOptions) -> None:
         def put(streamer: tiers.Streamer) -> None:
             leaf = leaves.StagedLinear(row.module_path, staged(streamer), **common)
             self.probe.model.set_submodule(row.module_path, leaf.eval())
@@ -490,9 +490,9 @@ class _Filler:
         scale = getattr(module, "embed_scale", None)
         if isinstance(scale, float):
             scale = torch.tensor(scale)
-        common: dict[str, Any] = {
+        common: leaves.TableOptions = {
             "embed_scale": scale.to(self.device) if isinstance(scale, Tensor) else None, "device": self.device,
-            "dtype": self.dtype, "store": self.adapter_store, "padding_idx": module.padding_idx,
+            "dtype": self.dtype, "store": self.adapter_store, "padding_idx": getattr(module, "padding_idx", None),
         }  # fmt: skip
         if row.stored and stored_format(row.stored).has_exact_scale:
             common["exact_scale"] = float(getattr(module, "scalar_embed_scale", 1.0))

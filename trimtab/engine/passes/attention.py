@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from functools import cache
 from inspect import getattr_static
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -139,12 +139,14 @@ def use_in(hf_model: HFModel, tried: Future[str | None]) -> str | None:
 
 
 def _modules(hf_model: HFModel) -> Iterator[GroupedAttention]:
-    for module in hf_model.get_decoder().modules():
-        config = getattr(module, "config", None)
-        groups, width = getattr(module, "num_key_value_groups", 1), getattr(module, "head_dim", None)
-        if isinstance(groups, int) and groups > 1 and isinstance(width, int):
-            if getattr(config, "_attn_implementation", None) == "sdpa":
-                yield module
+    return filter(_is_grouped, hf_model.get_decoder().modules())
+
+
+def _is_grouped(module: nn.Module) -> TypeGuard[GroupedAttention]:
+    groups, width = getattr(module, "num_key_value_groups", 1), getattr(module, "head_dim", None)
+    if not isinstance(groups, int) or groups <= 1 or not isinstance(width, int):
+        return False
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
 
 
 def _view(config: Config) -> Config:

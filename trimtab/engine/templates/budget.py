@@ -222,11 +222,11 @@ class _Template(Template):
 
     environment: _Metered
 
-    def render(self, *args: Any, **kwargs: Any) -> str:
+    def render(self, *args: Mapping[str, object], **kwargs: object) -> str:
         with self.environment.meter.fresh(dict(*args, **kwargs)):
             return super().render(*args, **kwargs)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Iterator[str]:
+    def generate(self, *args: Mapping[str, object], **kwargs: object) -> Iterator[str]:
         with self.environment.meter.fresh(dict(*args, **kwargs)):
             return iter(list(super().generate(*args, **kwargs)))
 
@@ -398,7 +398,7 @@ def _metered_call(meter: Meter, function: Any, cost: Cost, *, name: str = "", pa
 
     def lazy(*args: object, **kwargs: object) -> object:
         """Generators in generators would nest on the C stack: elements are made at once."""
-        made: Any = counted(*args, **kwargs)
+        made = counted(*args, **kwargs)
         if not is_iterator(made):
             return made
         elements = list(made)
@@ -433,7 +433,7 @@ def _alone() -> int:
 _ALONE = _alone()  # references of a value that only the variable of a function holds
 
 
-def _namespace(meter: Meter, base: Any) -> Any:
+def _namespace(meter: Meter, base: Any) -> type:
     """Return a namespace (transformers has another one) that counts the texts which an assignment frees."""
 
     class Metered(base):  # type: ignore[misc]
