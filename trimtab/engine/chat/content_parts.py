@@ -31,22 +31,11 @@ class _Said(TypedDict):
     content: str | list[Part]
 
 
-class _CalledFunction(TypedDict):
-    name: str
-    arguments: object
-
-
-class ToolCall(TypedDict, total=False):
-    id: str
-    type: str
-    function: _CalledFunction
-
-
 class Message(_Said, total=False):
     """A message as chat templates read it. tool_calls: in OpenAI's form, with objects as arguments."""
 
     name: str
-    tool_calls: Sequence[ToolCall]
+    tool_calls: Sequence[Mapping[str, Any]]
     tool_call_id: str
     reasoning_content: str
 

@@ -18,7 +18,7 @@ from trimtab.errors import CheckpointError, RequestError
 from trimtab.process.redact import map_texts
 
 if TYPE_CHECKING:
-    from trimtab.engine.chat.content_parts import Message, ToolCall
+    from trimtab.engine.chat.content_parts import Message
     from trimtab.engine.formats.hf_types import HFModel, Processor, Tokenizer
 
 Encoded = TypeVar("Encoded", bound="MutableMapping[str, Any]")
@@ -280,7 +280,7 @@ def _mapped(messages: Sequence[Message], change: Callable[[str], str]) -> list[d
     return changed
 
 
-def _changed_call(call: ToolCall, change: Callable[[str], str]) -> dict[str, object]:
+def _changed_call(call: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, object]:
     function = call["function"]
     fields = {"name": change(function["name"]), "arguments": map_texts(function["arguments"], change, keys=True)}
     return {**call, **({"id": change(call["id"])} if "id" in call else {}), "function": {**function, **fields}}

@@ -24,15 +24,7 @@ from trimtab.engine.lora.experts import stack_facts, stack_of, stack_shape
 from trimtab.engine.tiers.near_experts import NearExperts
 
 if TYPE_CHECKING:
-    from trimtab.engine.families.modules import (
-        DecoderLayer,
-        ExpertStacks,
-        LinearAttention,
-        RMSNorm,
-        RotaryEmbedding,
-        SelfAttention,
-        TextModel,
-    )
+    from trimtab.engine.families import modules
     from trimtab.engine.layers.leaves import Leaf
     from trimtab.engine.lora.store import AdapterStore
 
@@ -45,7 +37,7 @@ class UndescribedError(Exception):
 class Norm:
     """An RMS norm. form: where it rounds, one of `attention_and_norms.FORMS`."""
 
-    module: RMSNorm
+    module: modules.RMSNorm
     form: str
 
     @property
@@ -64,7 +56,7 @@ class Rope:
     forward takes too, None where there is one rotation. has_axes: positions count along three axes. limit: tokens of the longest
     text for which the angles stay as they are, None for any."""
 
-    module: RotaryEmbedding
+    module: modules.RotaryEmbedding
     kind: str | None = None
     has_axes: bool = False
     limit: int | None = None
@@ -99,7 +91,7 @@ class Attention:
     are read, None for its own; is_read: whether later layers read these. is_wide: the norms of queries and keys are over all heads
     together. softcap, growth, has_sinks: as `Scores` has them. module: transformers' own."""
 
-    module: SelfAttention
+    module: modules.SelfAttention
     q: Leaf
     k: Leaf | None
     v: Leaf | None
@@ -165,7 +157,7 @@ class DeltaNet:
     """A layer's gated delta rule, in attention's place. qkv, z, b, a: linears over the layer's input: what is convolved, the gate
     of the output, and of each head how much it takes and forgets; o: the last one. module: transformers' own."""
 
-    module: LinearAttention
+    module: modules.LinearAttention
     qkv: Leaf
     z: Leaf
     b: Leaf
@@ -264,7 +256,7 @@ class Experts:
     tables: WeakKeyDictionary[object, ExpertLora] = field(default_factory=WeakKeyDictionary, init=False)
 
     @property
-    def stacks(self) -> ExpertStacks:
+    def stacks(self) -> modules.ExpertStacks:
         """The module, as what it is."""
         return vars(self)["module"]
 
@@ -329,7 +321,7 @@ class Layer:
     """One layer. mixer: what mixes tokens. Norms in front of attention and MLP, and behind them of what is added to the residual,
     None without; added: a factor of it. mlp: None where there are `experts` alone. scale: of the layer's output."""
 
-    module: DecoderLayer
+    module: modules.DecoderLayer
     before_attention: Norm | None
     mixer: Attention | DeltaNet
     after_attention: Norm | None
@@ -357,7 +349,7 @@ class Decoder:
     scores behind the head, which are divided by `divisor` first. per_layer: the size of each layer's own input, 0 without.
     embedding_scale: a factor of embeddings that their module does not have."""
 
-    text: TextModel
+    text: modules.TextModel
     embedding: nn.Module
     layers: tuple[Layer, ...]
     final_norm: Norm

@@ -28,8 +28,8 @@ from trimtab.engine.kernels.dequantize import packed_heads
 from trimtab.engine.kernels.plain_attention import Growth
 
 if TYPE_CHECKING:
-    from trimtab.engine.families.modules import DecoderLayer, FeedForward, SelfAttention, TextConfig, TextModel
-    from trimtab.engine.formats.hf_types import HFModel
+    from trimtab.engine.families.modules import DecoderLayer, FeedForward, SelfAttention, TextModel
+    from trimtab.engine.formats.hf_types import Config, HFModel
     from trimtab.engine.layers.leaves import Leaf
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
@@ -109,7 +109,7 @@ def _ropes(text: TextModel, kinds: list[str], *, by_kind: bool = False) -> dict[
 
 
 def _attention(
-    module: SelfAttention, kind: str, config: TextConfig, *, form: str | None, norms_values: bool = False, turn: str = "write",
+    module: SelfAttention, kind: str, config: Config, *, form: str | None, norms_values: bool = False, turn: str = "write",
     source: int | None = None, is_read: bool = False, is_wide: bool = False, growth: Growth | None = None,
 ) -> Attention:  # fmt: skip
     """Return a layer's attention. form: of the norms of queries and keys, None without; turn: of `AttentionShape`."""

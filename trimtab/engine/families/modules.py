@@ -1,53 +1,25 @@
-"""Which attributes do families read of transformers' text modules, as types?
-
-A module of one family has some of them: `describe` names one that is missing.
-"""
+"""Which attributes do families read of transformers' text modules? Each module has some; `describe` names one that is missing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from trimtab.engine.formats.hf_types import Config
-
 if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import Config
     from trimtab.engine.layers.leaves import Leaf
-
-
-class RopeParameters(TypedDict, total=False):
-    """The part of `rope_parameters` that all layers share."""
-
-    partial_rotary_factor: float
-    original_max_position_embeddings: int
-    llama_4_scaling_beta: float
-
-
-class TextConfig(Config, Protocol):
-    rope_parameters: RopeParameters
-    hidden_act: str
-    hidden_activation: str
-    final_logit_softcapping: float | None
-    hidden_size_per_layer_input: int | None
-    logits_scaling: float
-
-
-if TYPE_CHECKING:
 
     class RMSNorm(nn.Module):
         weight: Tensor
         eps: float
         variance_epsilon: float  # the other name of eps
 
-        def __call__(self, x: Tensor) -> Tensor: ...
-
     class RotaryEmbedding(nn.Module):
         rope_type: str | dict[str, str]
         inv_freq: Tensor
         mrope_section: Sequence[int]
-
-        def __call__(self, like: Tensor, positions: Tensor, kind: str = ...) -> tuple[Tensor, Tensor]: ...
 
     class SelfAttention(nn.Module):
         layer_idx: int
@@ -86,12 +58,9 @@ if TYPE_CHECKING:
         has_gate: bool
         has_bias: bool
         is_transposed: bool
+        _apply_gate: Callable[[Tensor], Tensor]
 
-        def _apply_gate(self, gate_up: Tensor) -> Tensor: ...
-
-    class FeedForward(nn.Module):
-        """A gated MLP, or a mixture of experts."""
-
+    class FeedForward(nn.Module):  # a gated MLP, or a mixture of experts
         gate_proj: Leaf
         up_proj: Leaf
         down_proj: Leaf
@@ -109,7 +78,7 @@ if TYPE_CHECKING:
         layer_scalar: Tensor
 
     class TextModel(nn.Module):
-        config: TextConfig
+        config: Config
         embed_tokens: nn.Module
         embed_tokens_per_layer: nn.Module
         layers: Sequence[DecoderLayer]
@@ -119,7 +88,5 @@ if TYPE_CHECKING:
         per_layer_projection_norm: RMSNorm
         per_layer_model_projection_scale: float
         per_layer_input_scale: float
-
-        def get_per_layer_inputs(self, ids: Tensor, embeddings: Tensor) -> Tensor: ...
-
-        def project_per_layer_inputs(self, embeddings: Tensor, own: Tensor) -> Tensor: ...
+        get_per_layer_inputs: Callable[[Tensor, Tensor], Tensor]  # token ids and their embeddings
+        project_per_layer_inputs: Callable[[Tensor, Tensor], Tensor]

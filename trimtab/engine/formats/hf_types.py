@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict
 
 import torch
 from torch import nn
+
+
+class RopeParameters(TypedDict, total=False):
+    partial_rotary_factor: float
+    original_max_position_embeddings: int
+    llama_4_scaling_beta: float
 
 
 class Config(Protocol):
@@ -22,6 +28,12 @@ class Config(Protocol):
     bos_token_id: int | list[int] | None
     layer_types: Sequence[str] | None
     sliding_window: int
+    rope_parameters: RopeParameters
+    hidden_act: str
+    hidden_activation: str
+    hidden_size_per_layer_input: int | None
+    final_logit_softcapping: float | None
+    logits_scaling: float
     vocab_size_per_layer_input: int
     cross_attention_layers: Sequence[int]
     mm_tokens_per_image: int
@@ -41,12 +53,8 @@ if TYPE_CHECKING:
         base_model: HFModel
         lm_head: nn.Module
         name_or_path: str
-
-        @property
-        def device(self) -> torch.device: ...
-
-        @property
-        def dtype(self) -> torch.dtype: ...
+        device: torch.device
+        dtype: torch.dtype
 
         def __call__(self, **inputs: object) -> ModelOutput: ...
 
@@ -95,12 +103,8 @@ class Tokenizer(ChatTemplateOwner, Protocol):
     unk_token: str | None
     eos_token_id: int | None
     backend_tokenizer: Any
-
-    @property
-    def all_special_ids(self) -> Sequence[int]: ...
-
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
+    all_special_ids: Sequence[int]
+    added_tokens_decoder: Mapping[int, AddedToken]
 
     def __call__(self, text: str | list[str], **options: object) -> BatchEncoding: ...
 

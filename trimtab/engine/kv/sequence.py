@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
     from trimtab.engine.formats.hf_types import HFModel
-
-    class RopeModule(nn.Module):
-        rope_deltas: Tensor | None
 
 
 # Inputs and tokens ----------------------------------------------------------------------------------------------------
@@ -476,15 +473,11 @@ def read_offset(hf_model: HFModel) -> int:
     return 0 if deltas is None else int(deltas)
 
 
-def _has_offset(module: nn.Module) -> TypeGuard[RopeModule]:
-    return "rope_deltas" in vars(module)
-
-
-def rope_module(hf_model: HFModel) -> RopeModule | None:
+def rope_module(hf_model: HFModel) -> Any:
     """Return the module that keeps the offset, if there is one: the model itself or the one within its head. Every pass needs it,
     and a model has thousands of modules below."""
     near = (hf_model, *(one for child in hf_model.children() for one in (child, *child.children())))
-    return next(filter(_has_offset, near), None)
+    return next((module for module in near if "rope_deltas" in vars(module)), None)
 
 
 def has_three_axes(hf_model: HFModel) -> bool:

@@ -407,8 +407,9 @@ class GatheredTable(Table):
     """
 
     def __init__(
-        self, module_path: str, shape: tuple[int, int], source: Tensor | FileRows | PackedRows, first_rows: int, **kwargs: Unpack[TableOptions]
-    ):
+        self, module_path: str, shape: tuple[int, int], source: Tensor | FileRows | PackedRows, first_rows: int,
+        **kwargs: Unpack[TableOptions],
+    ) -> None:  # fmt: skip
         super().__init__(module_path, shape, **kwargs)
         self.source = source
         self.seen: Tensor | None

@@ -36,8 +36,6 @@ class Owner(Protocol):
 
 
 class Block(TypedDict):
-    """A block of a segment of memory as torch describes it. size: bytes."""
-
     address: int
     size: int
     state: str

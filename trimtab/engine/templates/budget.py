@@ -12,7 +12,7 @@ from pathlib import Path
 from types import BuiltinMethodType, MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jinja2 import Template, nodes
+from jinja2 import Environment, Template, nodes
 from jinja2.compiler import CodeGenerator, Frame, MacroRef
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.lexer import Token, TokenStream
@@ -239,7 +239,7 @@ class _Metered(SandboxedEnvironment):
     intercepted_binops: ClassVar[frozenset[str]] = frozenset(costs.BINOPS)  # type: ignore[misc]
     meter: Meter
 
-    def count(self, base: SandboxedEnvironment) -> None:
+    def count(self, base: Environment) -> None:
         """Let it count what another one's filters, tests and functions of templates do; it has no others."""
         self.meter = meter = Meter()
         self.filters = {
@@ -456,7 +456,7 @@ def _global(meter: Meter, name: str, function: Any) -> object:
     return counted
 
 
-def metered(base: SandboxedEnvironment) -> SandboxedEnvironment:
+def metered(base: Environment) -> SandboxedEnvironment:
     """Return an environment that renders as another one does and counts. base: keeps its filters, globals and extensions. jinja2's
     sandbox does not bound time and memory: `'a' * 10**9` is a valid template. It counts a step for each block, iteration, call and
     filter, and the characters that each operation reads and writes (costs.py). Counts depend on template and messages alone."""
@@ -555,5 +555,5 @@ def _compiled(template: str, stock: Callable[[str], Template]) -> Template | Exc
 
 
 @lru_cache(maxsize=1)
-def _environment(stock: Callable[[str], Any]) -> SandboxedEnvironment:
+def _environment(stock: Callable[[str], Template]) -> SandboxedEnvironment:
     return metered(stock("").environment)

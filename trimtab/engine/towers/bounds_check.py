@@ -40,11 +40,7 @@ class CheckedIndices(TorchDispatchMode):
     """While it is on, operations that look something up raise BeyondTableError before they run."""
 
     def __torch_dispatch__(
-        self,
-        func: OpOverload[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         look = _LOOK_UPS.get(func.overloadpacket)
         if look is not None:
