@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -323,8 +324,8 @@ def _delta(own: DeltaNet, x: Tensor) -> Tensor:
     state = torch.zeros(1, shape.value_heads, shape.key_dim, shape.value_dim, device=x.device)
     out = x.new_empty(tokens, own.o.in_features)
     products = own.qkv(x)[0], own.z(x)[0], own.b(x)[0], own.a(x)[0]
-    for part, count in ((slice(tokens - 1), tokens - 1), (slice(tokens - 1, tokens), 1)):  # a step, from the state
+    many, step = partial(delta_rule.delta_net, tokens=tokens - 1), delta_rule.delta_net  # the second one from the state
+    for part, run in ((slice(tokens - 1), many), (slice(tokens - 1, tokens), step)):
         made = [one[part] for one in products]
-        outputs = (out[part], out[part]), out[part]
-        delta_rule.delta_net(tuple(made), shape, own.weights(), conv, state, *outputs, tokens=count)
+        run(tuple(made), shape, own.weights(), conv, state, (out[part], out[part]), out[part])
     return out[None]
