@@ -83,9 +83,7 @@ def check_tower(hf_model: HFModel, encoded: Mapping[str, object], folder: Path) 
         )  # fmt: skip
 
 
-class Vision(Protocol):
-    """The configuration of Pixtral's tower."""
-
+class Vision(Protocol):  # the configuration of Pixtral's tower
     patch_size: int
     image_size: int
 

@@ -1,4 +1,4 @@
-"""Which attributes do families read of transformers' text modules? Each module has some; `describe` names one that is missing."""
+"""Which attributes do families read of transformers' text modules, each of which has some of them?"""
 
 from __future__ import annotations
 

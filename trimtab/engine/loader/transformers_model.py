@@ -54,9 +54,7 @@ TOO_LARGE = "No released model is so large: a count in config.json is wrong"
 AUTO_CLASSES = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText", "AutoModelForCausalLM")
 
 
-class LoadingInfo(TypedDict):
-    """What `from_pretrained` says of the tensors: mismatched with their shapes in the file and in the model."""
-
+class LoadingInfo(TypedDict):  # of `from_pretrained`; mismatched: a name, its shape in the file, the model's
     missing_keys: set[str]
     unexpected_keys: set[str]
     mismatched_keys: set[tuple[str, Sequence[int], Sequence[int]]]

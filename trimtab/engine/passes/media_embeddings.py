@@ -47,9 +47,7 @@ class Media:
         return not self.reach or max(self.reach[:place], default=-1) < place
 
 
-class _DecoderInputs(TypedDict, total=False):
-    """The arguments of a decoder that are read."""
-
+class _DecoderInputs(TypedDict, total=False):  # those that are read
     inputs_embeds: Tensor
     position_ids: Tensor | None
     attention_mask: object
