@@ -120,7 +120,7 @@ class LoadedModel(Asking):
             with self._out_of_memory_named("loading"):
                 self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, files=files)
                 if self.anatomy.unknown_towers:
-                    guard_towers(self._loaded.hf_model)
+                    guard_towers(self.hf_model)
                 phases.begin("unpacking weights")
                 self.unpacked, self.unpacked_bytes = keep_unpacked(self)
                 rules = unapplied_rules(getattr(getattr(self._loaded.hf_model, "generation_config", None), "to_dict", dict)())
@@ -188,7 +188,7 @@ class LoadedModel(Asking):
     @property
     def hf_model(self) -> HFModel:
         """transformers' module tree, with trimtab's layers in place of Linears. Errors: RequestError once the model is closed."""
-        if self._loaded is None:
+        if self._loaded is None or self._loaded.hf_model is None:
             raise RequestError("the model is closed", field="model")
         return self._loaded.hf_model
 

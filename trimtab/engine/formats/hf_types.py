@@ -15,6 +15,12 @@ class RopeParameters(TypedDict, total=False):
     llama_4_scaling_beta: float
 
 
+class LoadingInfo(TypedDict):  # of `from_pretrained`; mismatched: a name, its shape in the file, the model's
+    missing_keys: set[str]
+    unexpected_keys: set[str]
+    mismatched_keys: set[tuple[str, Sequence[int], Sequence[int]]]
+
+
 class Config(Protocol):
     """A `PreTrainedConfig`: the fields that the engine reads. Not every family has the last ones."""
 
@@ -42,6 +48,7 @@ class Config(Protocol):
 
 
 if TYPE_CHECKING:
+    import tokenizers
     from transformers import BatchEncoding, GenerationConfig
     from transformers.utils import ModelOutput
 
@@ -59,7 +66,7 @@ if TYPE_CHECKING:
         def __call__(self, **inputs: object) -> ModelOutput: ...
 
         @classmethod
-        def from_pretrained(cls, folder: None, **options: object) -> tuple[HFModel, Any]: ...
+        def from_pretrained(cls, folder: None, **options: object) -> tuple[HFModel, LoadingInfo]: ...
 
         @classmethod
         def can_generate(cls) -> bool: ...
@@ -102,7 +109,7 @@ class Tokenizer(ChatTemplateOwner, Protocol):
     bos_token: str | None
     unk_token: str | None
     eos_token_id: int | None
-    backend_tokenizer: Any
+    backend_tokenizer: tokenizers.Tokenizer
     all_special_ids: Sequence[int]
     added_tokens_decoder: Mapping[int, AddedToken]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ from trimtab.planning.values.byte_sizes import buffer_bytes, keeps_16bit
 from trimtab.planning.values.execution import groups_on_device
 from trimtab.process import phases
 
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
+
 CPU = torch.device("cpu")
 # A parameter of this many values is cast to a wider type a few rows at a time.
 CAST_VALUES = 4 * HEAD_PIECE_VALUES
@@ -52,7 +55,7 @@ class Loaded:
     """The result of `fill`: the model tree and everything that must be closed with it. left_out: slower computation -> reason.
     packs_experts: whether modules hold packed experts."""
 
-    hf_model: Any
+    hf_model: HFModel | None
     streamer: tiers.Streamer | None
     file_rows: list[leaves.FileRows] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -91,8 +94,8 @@ def fill(
         filler = _Filler(plan, checkpoint, probe, anatomy, store, undo)
         loaded = filler.run(progress)
         if anatomy.routers:
-            pieces.check_routers(loaded.hf_model, anatomy.routers, str(checkpoint.path))
-        sequence.turn_alone(loaded.hf_model, hf_attention.growing_rotations(loaded.hf_model, request.context_tokens))
+            pieces.check_routers(probe.model, anatomy.routers, str(checkpoint.path))
+        sequence.turn_alone(probe.model, hf_attention.growing_rotations(probe.model, request.context_tokens))
         undo.pop_all()
     return loaded, anatomy
 

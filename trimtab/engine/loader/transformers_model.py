@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import transformers
@@ -41,7 +41,7 @@ from trimtab.process.packages import switch
 from trimtab.request import EXPERTS
 
 if TYPE_CHECKING:
-    from trimtab.engine.formats.hf_types import Config, HFModel, Processor, Tokenizer
+    from trimtab.engine.formats.hf_types import Config, HFModel, LoadingInfo, Processor, Tokenizer
 
 T = TypeVar("T")
 
@@ -52,12 +52,6 @@ _ONE_PROBE = threading.Lock()
 NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 TOO_LARGE = "No released model is so large: a count in config.json is wrong"
 AUTO_CLASSES = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText", "AutoModelForCausalLM")
-
-
-class LoadingInfo(TypedDict):  # of `from_pretrained`; mismatched: a name, its shape in the file, the model's
-    missing_keys: set[str]
-    unexpected_keys: set[str]
-    mismatched_keys: set[tuple[str, Sequence[int], Sequence[int]]]
 
 
 @dataclass
