@@ -20,9 +20,8 @@ from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trimtab.engine.batch.request import AnswerPenalties, Suppressed, check_logits
-from trimtab.engine.chat.control_tokens import ChatModel, HasContext, end_token_ids
+from trimtab.engine.chat.control_tokens import ChatModel, HasContext, end_token_ids, tokenizer_of
 from trimtab.engine.chat.prompt import fitted
-from trimtab.engine.formats.hf_types import tokenizer_of
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv import sequence
 from trimtab.engine.kv.sequence import Inputs, text_of

@@ -13,9 +13,8 @@ from trimtab.engine.batch.generate import Answer, AnswerText, Detokenizer, Timed
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.answer_forms import THOUGHT_MARKS
 from trimtab.engine.chat.answer_reader import AnswerReader
-from trimtab.engine.chat.control_tokens import end_token_ids
+from trimtab.engine.chat.control_tokens import end_token_ids, tokenizer_of
 from trimtab.engine.chat.media import SAMPLE_RATE, read_audio, read_image, several
-from trimtab.engine.formats.hf_types import tokenizer_of
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest, check_choice

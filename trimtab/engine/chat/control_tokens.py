@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from trimtab.engine.formats.hf_types import tokenizer_of
 from trimtab.engine.layers.context import PlacedModel
 from trimtab.engine.templates.budget import REFUSALS, render
 from trimtab.errors import CheckpointError, RequestError
@@ -207,6 +206,11 @@ class ControlTokens:
             ):
                 return _without_ids(encode(text), separator_id, is_ours)
         raise _cannot_be_text([prompt.text[start:end] for start, end in prompt.user_spans])
+
+
+def tokenizer_of(processor: Processor) -> Tokenizer:
+    """Return a processor's tokenizer, or the tokenizer that it is."""
+    return processor.tokenizer if hasattr(processor, "tokenizer") else processor
 
 
 class HasContext(Protocol):

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from trimtab.engine.chat.answer_forms import AnswerForm, form_of
 from trimtab.engine.chat.content_parts import OPENAI_TYPES, Message, Part, empty_place, own_form, parts_in
-from trimtab.engine.chat.control_tokens import ChatModel, ControlTokens, HasContext, PromptText, turns_of
+from trimtab.engine.chat.control_tokens import ChatModel, ControlTokens, HasContext, PromptText, tokenizer_of, turns_of
 from trimtab.engine.chat.marks import marks_of, opening_of, picture_digest, sound_digest
 from trimtab.engine.chat.media import SAMPLE_RATE, LowDetail, read_audio, read_image
 from trimtab.engine.chat.media_check import check_frames, check_pictures, check_sound_lengths, check_taken, check_tower
-from trimtab.engine.formats.hf_types import tokenizer_of
 from trimtab.engine.kv.sequence import Inputs, check_words, media_ids, placeholder_ids
 from trimtab.engine.loader.processor import TOKENIZER_HINT
 from trimtab.engine.templates.budget import REFUSALS

@@ -141,8 +141,3 @@ class FeatureExtractor(Protocol):
 
 # A checkpoint that only reads text has a tokenizer alone.
 Processor: TypeAlias = "MediaProcessor | Tokenizer"
-
-
-def tokenizer_of(processor: Processor) -> Tokenizer:
-    """Return a processor's tokenizer, or the tokenizer that it is."""
-    return processor.tokenizer if hasattr(processor, "tokenizer") else processor

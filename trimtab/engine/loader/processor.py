@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import transformers
 
 from trimtab.checkpoint.folder import CONFIG
-from trimtab.engine.formats.hf_types import tokenizer_of
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.process.json_file import check_files, read_object
@@ -53,7 +52,7 @@ def load_processor(folder: Path) -> Processor:
             if "orchvision" not in str(exc):
                 raise
             processor = _without_video(folder, exc)
-    tokenizer = tokenizer_of(processor)
+    tokenizer = processor.tokenizer if hasattr(processor, "tokenizer") else processor
     check_tokenizer(tokenizer, folder, _vocabulary(folder))
     check_named_ids(tokenizer, folder)
     return processor
