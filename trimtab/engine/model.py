@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from trimtab.engine.calls.asked_model import Chosen
     from trimtab.engine.chat.control_tokens import ControlTokens
     from trimtab.engine.decode.step_choice import Fallback
-    from trimtab.engine.formats.hf_types import HFModel
+    from trimtab.engine.formats.hf_types import HFModel, Processor
     from trimtab.engine.memory_shares import Share
     from trimtab.engine.prefill.prefix_cache import PrefixCache
     from trimtab.engine.tiers.streaming import Streamer
@@ -101,7 +101,7 @@ class LoadedModel(Asking):
         # For the kernels of steps and chunks; on a CPU each layer has its own share of them instead.
         self.unpacked: UnpackedWeights | None = None
         self.unpacked_bytes = 0
-        self._no_processor: dict[str, Any] | None = None
+        self._no_processor: dict[str, object] | None = None
         self._loaded: Loaded | None = None
         self._give_back_attention: Callable[[], object] = lambda: None
         self._baseline_bytes = 0
@@ -120,7 +120,7 @@ class LoadedModel(Asking):
             with self._out_of_memory_named("loading"):
                 self._loaded, self.anatomy = fill(plan, self.adapter_store, progress=progress, files=files)
                 if self.anatomy.unknown_towers:
-                    guard_towers(self._loaded.hf_model)
+                    guard_towers(self.hf_model)
                 phases.begin("unpacking weights")
                 self.unpacked, self.unpacked_bytes = keep_unpacked(self)
                 rules = unapplied_rules(getattr(getattr(self._loaded.hf_model, "generation_config", None), "to_dict", dict)())
@@ -188,7 +188,7 @@ class LoadedModel(Asking):
     @property
     def hf_model(self) -> HFModel:
         """transformers' module tree, with trimtab's layers in place of Linears. Errors: RequestError once the model is closed."""
-        if self._loaded is None:
+        if self._loaded is None or self._loaded.hf_model is None:
             raise RequestError("the model is closed", field="model")
         return self._loaded.hf_model
 
@@ -208,7 +208,7 @@ class LoadedModel(Asking):
         return self.plan.prefill_tokens
 
     @cached_property
-    def processor(self) -> Any:
+    def processor(self) -> Processor:
         """The checkpoint's processor or tokenizer. Errors: CheckpointError, also for another model's tokenizer."""
         if self._no_processor is not None:  # every answer asks, and reading such a folder takes milliseconds
             raise TrimtabError.from_dict(self._no_processor)  # one error would keep the frames of all answers, and their inputs

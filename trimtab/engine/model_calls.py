@@ -172,8 +172,7 @@ class Asking:
 
         in_use: names that stay attached. Errors: as `Mixes.name_of`.
         """
-        name: str | None = self.mixes.name_of(adapter, in_use) if isinstance(adapter, Mapping) else adapter
-        return name
+        return self.mixes.name_of(adapter, in_use) if isinstance(adapter, Mapping) else adapter
 
     # Conversations and adapters ---------------------------------------------------------------------------------------
 
@@ -246,7 +245,7 @@ _END = object()
 async def _pieces(model: AskedModel, prompt: object, options: Mapping[str, object], answers: list[Answer]) -> AsyncIterator[str]:
     """Yield an answer in pieces and put the whole of it into `answers`; leaving early ends it within one step. Errors: as
     `answer`."""
-    loop, queue, stop = asyncio.get_running_loop(), asyncio.Queue[Any](), threading.Event()
+    loop, queue, stop = asyncio.get_running_loop(), asyncio.Queue[object](), threading.Event()
 
     def emit(item: object) -> None:
         with suppress(RuntimeError):  # a loop that was closed waits for nothing
@@ -272,7 +271,7 @@ async def _pieces(model: AskedModel, prompt: object, options: Mapping[str, objec
         while (item := await queue.get()) is not _END:
             if isinstance(item, BaseException):
                 raise item
-            if item:
+            if isinstance(item, str) and item:
                 yield item
     finally:
         stop.set()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import product
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 import transformers
@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trimtab.engine.batch.request import AnswerPenalties, Suppressed, check_logits
-from trimtab.engine.chat.control_tokens import ChatModel, HasContext, end_token_ids
+from trimtab.engine.chat.control_tokens import ChatModel, HasContext, end_token_ids, tokenizer_of
 from trimtab.engine.chat.prompt import fitted
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv import sequence
@@ -439,7 +439,7 @@ def detokenizer_of(model: ChatModel, stop: Sequence[str]) -> Detokenizer | None:
         if stop:
             raise
         return None
-    return Detokenizer(getattr(processor, "tokenizer", processor), stop)
+    return Detokenizer(tokenizer_of(processor), stop)
 
 
 def generate(model: AnsweringModel, inputs: Inputs, request: GenerateRequest) -> Iterator[Piece]:
@@ -550,7 +550,7 @@ def stock_generate(
     pad = getattr(own, "pad_token_id", None)
     pad = pad if pad is not None else getattr(text, "pad_token_id", None)
     # Neutral values, not None: None is filled in from the model's own generation config.
-    options: dict[str, Any] = {"do_sample": False}
+    options: dict[str, object] = {"do_sample": False}
     if request.temperature > 0:
         options = {
             "do_sample": True, "temperature": float(request.temperature), "top_k": request.top_k or 0,

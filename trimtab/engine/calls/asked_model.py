@@ -10,8 +10,6 @@ from trimtab.engine.batch.batch import BatchModel
 from trimtab.engine.chat.control_tokens import ChatModel
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from trimtab.adapters.adapter import AdapterSpec
     from trimtab.engine.batch.batch import Batch
     from trimtab.engine.batch.kept_batch import KeptBatch
@@ -29,10 +27,10 @@ class AskedModel(BatchModel, ChatModel, Protocol):
     kept: KeptBatch
 
     @property
-    def exchanging(self) -> AbstractContextManager[Any]: ...
+    def exchanging(self) -> AbstractContextManager[object]: ...
 
     @property
-    def preparing(self) -> AbstractContextManager[Any]: ...
+    def preparing(self) -> AbstractContextManager[object]: ...
 
     @property
     def mixes(self) -> Mixes: ...

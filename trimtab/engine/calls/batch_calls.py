@@ -101,7 +101,7 @@ def _prepared(model: AskedModel, index: int, request: object, options: Mapping[s
 
 def _one_by_one(
     model: AskedModel, prepared: Iterator[_Prepared], rows: int, on_error: _OnError, group: str
-) -> Iterator[tuple[int, Any]]:
+) -> Iterator[tuple[int, Answer | TrimtabError]]:
     for index, question in prepared:
         try:
             inputs, request, adapter = question()
@@ -114,7 +114,7 @@ def _one_by_one(
 
 def _together(
     model: AskedModel, prepared: Iterator[_Prepared], rows: int, on_error: _OnError, group: str
-) -> Iterator[tuple[int, Any]]:
+) -> Iterator[tuple[int, Answer | TrimtabError]]:
     with model.answering(None):
         batch = model.rows() if rows == 1 or model.plan.request.batch_invariant else None
         is_own = batch is None
@@ -160,7 +160,7 @@ def _together(
                     torch.cuda.empty_cache()
 
 
-def _leave(batch: Batch, flights: dict[Row, _Flight], on_error: _OnError) -> Iterator[tuple[int, object]]:
+def _leave(batch: Batch, flights: dict[Row, _Flight], on_error: _OnError) -> Iterator[tuple[int, Answer | TrimtabError]]:
     """Yield the answers that are over. Their rows leave first."""
     for row in [row for row, flight in flights.items() if row.finish is not None or flight.text.is_over]:
         batch.leave(row)

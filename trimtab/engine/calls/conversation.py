@@ -13,7 +13,7 @@ from trimtab.engine.batch.generate import Answer, AnswerText, Detokenizer, Timed
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.answer_forms import THOUGHT_MARKS
 from trimtab.engine.chat.answer_reader import AnswerReader
-from trimtab.engine.chat.control_tokens import end_token_ids
+from trimtab.engine.chat.control_tokens import end_token_ids, tokenizer_of
 from trimtab.engine.chat.media import SAMPLE_RATE, read_audio, read_image, several
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.errors import RequestError
@@ -90,7 +90,7 @@ class Conversation:
         model.check_tokens(GenerateRequest(**options))  # type: ignore[arg-type]
         self._model, self._when_full = model, when_full
         self.system, self.adapter = system, adapter
-        self.options: dict[str, Any] = dict(options)
+        self.options: dict[str, object] = dict(options)
         self.turns: list[Turn] = []
         self.left_out = 0
         self.prompt_tokens = 0
@@ -244,7 +244,7 @@ class Conversation:
         return images <= request.images and audio_s <= request.audio_s
 
     def _answer(
-        self, turns: list[Turn], adapter: Chosen | EllipsisType, options: Mapping[str, Any], *, keep: bool
+        self, turns: list[Turn], adapter: Chosen | EllipsisType, options: Mapping[str, object], *, keep: bool
     ) -> Iterator[str]:
         used = self.adapter if adapter is ... else adapter
         merged: dict[str, Any] = {**self.options, **options}
@@ -276,7 +276,7 @@ class Conversation:
 def _said(model: AskedModel, inputs: Inputs, request: GenerateRequest, answer: Answer) -> str:
     """Return an answer's text without thoughts whose marks are control tokens, which no text shows: a template that leaves old
     thoughts out finds no mark there. Thoughts between other marks stay: the template sees those."""
-    tokenizer = getattr(model.processor, "tokenizer", model.processor)
+    tokenizer = tokenizer_of(model.processor)
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     if special.isdisjoint(close for _, close in THOUGHT_MARKS):
         return answer.text
@@ -285,7 +285,7 @@ def _said(model: AskedModel, inputs: Inputs, request: GenerateRequest, answer: A
         return answer.text
     ends = {*end_token_ids(model.hf_model), *request.stop_token_ids}
     text = AnswerText(Detokenizer(tokenizer, request.stop, hidden=hidden_ids(tokenizer, form.thought_marks)), ends)
-    begun = tokenizer.decode(list(inputs.token_ids[-8:]), skip_special_tokens=False).rstrip()
+    begun = str(tokenizer.decode(list(inputs.token_ids[-8:]), skip_special_tokens=False)).rstrip()
     reader = AnswerReader(form, in_thought=begun.endswith(form.thoughts[0]))
     parts = [*reader.push("".join(map(text.take, answer.token_ids)) + text.end()), *reader.finish()]
     return "".join(value for kind, value in parts if kind == "text").replace(form.thoughts[1], "")  # one that closes nothing

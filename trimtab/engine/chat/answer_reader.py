@@ -86,7 +86,7 @@ class AnswerReader:
         self,
         form: AnswerForm,
         *,
-        functions: Mapping[str, Any] | None = None,
+        functions: Mapping[str, Mapping[str, object] | None] | None = None,
         in_thought: bool = False,
         must_call: bool = False,
         only_name: str | None = None,

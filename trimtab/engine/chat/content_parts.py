@@ -52,10 +52,10 @@ def parts_in(message: Message) -> list[Part]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def own_form(part: Mapping[str, Any]) -> Mapping[str, Any]:
+def own_form(part: Mapping[str, object]) -> Mapping[str, object]:
     """Return a part of OPENAI_TYPES, with what it names, in this package's form. Errors: RequestError. An address on another
     machine is refused: nothing is fetched."""
-    given = part[part["type"]]
+    given = part[str(part["type"])]
     if part["type"] == "image_url":
         url = given.get("url") if isinstance(given, Mapping) else given
         detail = given.get("detail") if isinstance(given, Mapping) else None
@@ -66,9 +66,8 @@ def own_form(part: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "audio", "audio": _of_url(text, "audio") if text.startswith("data:") else from_base64(text, field="audio")}
 
 
-def _of_url(url: Any, field: str) -> bytes:
-    parts = split_data_url(url) if isinstance(url, str) else None
-    if parts is None:
+def _of_url(url: object, field: str) -> bytes:
+    if not isinstance(url, str) or (parts := split_data_url(url)) is None:
         raise RequestError(
             "must be a data URL with base64; nothing is fetched", field=field, value=str(url)[:80],
             allowed=("data:image/png;base64,...",),

@@ -18,7 +18,7 @@ from trimtab.process.redact import map_texts
 
 if TYPE_CHECKING:
     from trimtab.engine.chat.content_parts import Message
-    from trimtab.engine.formats.hf_types import HFModel, Tokenizer
+    from trimtab.engine.formats.hf_types import HFModel, Processor, Tokenizer
 
 Encoded = TypeVar("Encoded", bound="MutableMapping[str, Any]")
 
@@ -208,6 +208,11 @@ class ControlTokens:
         raise _cannot_be_text([prompt.text[start:end] for start, end in prompt.user_spans])
 
 
+def tokenizer_of(processor: Processor) -> Tokenizer:
+    """Return a processor's tokenizer, or the tokenizer that it is."""
+    return processor.tokenizer if hasattr(processor, "tokenizer") else processor
+
+
 class HasContext(Protocol):
     """A model with a planned context."""
 
@@ -219,7 +224,7 @@ class ChatModel(PlacedModel, Protocol):
     """A model as its prompts see it. processor: its tokenizer if it only reads. processor_folder: where the files of both are."""
 
     @property
-    def processor(self) -> Any: ...
+    def processor(self) -> Processor: ...
 
     @property
     def processor_folder(self) -> Path: ...
@@ -365,7 +370,7 @@ def end_token_ids(hf_model: HFModel) -> tuple[int, ...]:
 def turn_end(model: ChatModel) -> TurnEnd | None:
     """Return the control token that the template writes first behind an answer; None without a template or such a token."""
     processor = model.processor
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_of(processor)
     owner = processor if getattr(processor, "chat_template", None) else tokenizer
     if not getattr(owner, "chat_template", None):
         return None
@@ -399,7 +404,7 @@ def stop_at_turn_end(model: ChatModel, *, is_asked: bool | None = None) -> TurnE
     missing = None if is_asked is False else missing_turn_end(model)
     if missing is None:
         return None
-    if is_asked or missing.token_id == getattr(model.processor, "tokenizer", model.processor).eos_token_id:
+    if is_asked or missing.token_id == tokenizer_of(model.processor).eos_token_id:
         model.hf_model.generation_config.eos_token_id = [*end_token_ids(model.hf_model), missing.token_id]
         return None
     return missing

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, SupportsInt
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -17,6 +17,9 @@ from trimtab.engine.chat.media_headers import flac_header, image_header, ogg_rat
 from trimtab.errors import RequestError
 from trimtab.planning.memory.media import MOST_RATE, PREPARED_PIXEL_BYTES, WEBP_PIXEL_BYTES
 from trimtab.request import MAX_SOUND_S, check_picture_size
+
+if TYPE_CHECKING:
+    from soundfile import SoundFile
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 # libsndfile's names of accepted formats, and the users' names.
@@ -195,7 +198,7 @@ def read_audio(source: object, *, max_s: float = MAX_SOUND_S) -> np.ndarray:
     return np.asarray(soxr.resample(mono, rate, SAMPLE_RATE), dtype=np.float32)
 
 
-def _mixed(file: Any, most_frames: int) -> np.ndarray:
+def _mixed(file: SoundFile, most_frames: int) -> np.ndarray:
     """Return up to this many frames of an open file as mono float32 [N], mixed block by block."""
     blocks: list[np.ndarray] = []
     while most_frames > 0:
@@ -207,14 +210,14 @@ def _mixed(file: Any, most_frames: int) -> np.ndarray:
     return np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
 
 
-def _given(source: tuple[Any, ...]) -> tuple[np.ndarray, int]:
+def _given(source: tuple[object, ...]) -> tuple[np.ndarray, int]:
     """Return samples and their rate. Errors: RequestError for anything else."""
-    if len(source) != 2 or not isinstance(source[0], np.ndarray) or isinstance(source[1], bool) or source[1] not in RATES:
+    samples, rate = source if len(source) == 2 else (None, None)
+    if not isinstance(samples, np.ndarray) or not isinstance(rate, SupportsInt) or isinstance(rate, bool) or rate not in RATES:
         raise RequestError(
             "is not (samples, rate)", field="audio", value=tuple(type(item).__name__ for item in source),
             hint=f"Give an array of floats and a rate from {RATES[0]} to {RATES[-1]}",
         )  # fmt: skip
-    samples, rate = source
     is_shaped = samples.ndim == 1 or (samples.ndim == 2 and samples.shape[1] <= MAX_CHANNELS)
     if not is_shaped or not np.issubdtype(samples.dtype, np.floating):
         raise RequestError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from PIL import Image
 from torch import Tensor
@@ -83,11 +83,16 @@ def check_tower(hf_model: HFModel, encoded: Mapping[str, object], folder: Path) 
         )  # fmt: skip
 
 
+class Vision(Protocol):  # the configuration of Pixtral's tower
+    patch_size: int
+    image_size: int
+
+
 def _refused(number: int, field: str, reason: str, hint: str) -> RequestError:
     return RequestError(reason, field=field, hint=hint, number=number)
 
 
-def _grids(vision: Any, encoded: Mapping[str, object]) -> list[tuple[int, int]]:
+def _grids(vision: object, encoded: Mapping[str, object]) -> list[tuple[int, int]]:
     """Return how many patches each image has in a row and in a column."""
     positions, grids, sizes = (encoded.get(name) for name in ("image_position_ids", "image_grid_thw", "image_sizes"))
     if isinstance(positions, Tensor):  # Gemma 4: [N, patches, (x, y)], -1 where there is none
@@ -99,11 +104,11 @@ def _grids(vision: Any, encoded: Mapping[str, object]) -> list[tuple[int, int]]:
     return []
 
 
-def _is_pixtral(vision: object) -> bool:
+def _is_pixtral(vision: object) -> TypeGuard[Vision]:
     return getattr(vision, "model_type", None) == "pixtral"
 
 
-def _positions(vision: Any, encoded: Mapping[str, object]) -> int | None:
+def _positions(vision: object, encoded: Mapping[str, object]) -> int | None:
     """Return how many positions a side may have; None where they are computed for any."""
     if "image_position_ids" in encoded:
         return getattr(vision, "position_embedding_size", None)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimtab.engine.chat.answer_forms import AnswerForm, form_of
 from trimtab.engine.chat.content_parts import OPENAI_TYPES, Message, Part, empty_place, own_form, parts_in
-from trimtab.engine.chat.control_tokens import ChatModel, ControlTokens, HasContext, PromptText, turns_of
+from trimtab.engine.chat.control_tokens import ChatModel, ControlTokens, HasContext, PromptText, tokenizer_of, turns_of
 from trimtab.engine.chat.marks import marks_of, opening_of, picture_digest, sound_digest
 from trimtab.engine.chat.media import SAMPLE_RATE, LowDetail, read_audio, read_image
 from trimtab.engine.chat.media_check import check_frames, check_pictures, check_sound_lengths, check_taken, check_tower
@@ -31,7 +31,7 @@ from trimtab.request import GenerateRequest
 if TYPE_CHECKING:
     from PIL import Image
 
-    from trimtab.engine.formats.hf_types import ChatTemplateOwner, Tokenizer
+    from trimtab.engine.formats.hf_types import ChatTemplateOwner, FeatureExtractor, Processor, Tokenizer
 
 T = TypeVar("T")
 ROLES = ("system", "user", "assistant", "developer", "tool")
@@ -204,7 +204,7 @@ def _text(value: object) -> str:
     return text
 
 
-def answer_form(processor: Any, *, with_tools: bool = False) -> AnswerForm:
+def answer_form(processor: ChatTemplateOwner, *, with_tools: bool = False) -> AnswerForm:
     """Return how a checkpoint's answers write calls and thoughts. with_tools: with the template for tools, if there are several."""
     template = _template(processor, getattr(processor, "tokenizer", processor))
     if isinstance(template, Mapping):
@@ -212,9 +212,9 @@ def answer_form(processor: Any, *, with_tools: bool = False) -> AnswerForm:
     return form_of(template) if isinstance(template, str) else AnswerForm()
 
 
-def control_tokens(processor: Any) -> ControlTokens:
+def control_tokens(processor: Processor) -> ControlTokens:
     """Return the tokens of a checkpoint that no text may become."""
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_of(processor)
     return ControlTokens(tokenizer, processor, str(_template(processor, tokenizer))[:MAX_TEMPLATE_CHARS])
 
 
@@ -465,11 +465,11 @@ def _adds_special(tokenizer: Tokenizer, text: str) -> bool:
 
 
 def _through_processor(
-    model: ChatModel, processor: Any, messages: list[Message], pictures: list[object], sounds: list[object], prompt: object,
+    model: ChatModel, processor: Processor, messages: list[Message], pictures: list[object], sounds: list[object], prompt: object,
     system: str | None, template_kwargs: Mapping[str, object] | None, tools: Sequence[Mapping[str, object]], device: torch.device,
     continue_final_message: bool,
 ) -> Inputs:  # fmt: skip
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_of(processor)
     owner = processor if getattr(processor, "chat_template", None) else tokenizer
     if getattr(owner, "chat_template", None):
         # Such templates may take contents as lists of parts, as text alone, or each in some places.
@@ -527,7 +527,9 @@ def _numbered(number: int, read: Callable[..., T], *arguments: object, **options
         raise
 
 
-def _read_sounds(model: ChatModel, feature: Any, sounds: Sequence[object], *, most_s: float | None = None) -> list[np.ndarray]:
+def _read_sounds(
+    model: ChatModel, feature: FeatureExtractor | None, sounds: Sequence[object], *, most_s: float | None = None
+) -> list[np.ndarray]:
     """Return the samples of every audio clip; no more are decoded than were planned. most_s: as `audio_s` of `decode_media`."""
     planned_s = float(model.plan.request.audio_s)
     limit_s = planned_s if most_s is None else min(most_s, planned_s)
@@ -570,8 +572,7 @@ def _inputs(
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> Sequence[int]:
-    token_ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return token_ids
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _check_known(model: ChatModel, tokenizer: Tokenizer, ids: Sequence[int]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from trimtab.formats.kernels import FIRST_LAYOUT, LAYOUTS
 
@@ -99,8 +98,8 @@ class LaunchConfig:
 
     def is_like(self, other: LaunchConfig) -> bool:
         """Whether it cuts the product as a configuration of another layout does."""
-        plain: dict[str, Any] = {"shared_bytes": 0, "estimated_us": 0.0, "normed": False, "layout": FIRST_LAYOUT}
-        return replace(self, **plain) == replace(other, **plain)
+        a, b = (replace(one, shared_bytes=0, estimated_us=0.0, normed=False, layout=FIRST_LAYOUT) for one in (self, other))
+        return a == b
 
     def options(self, blocks: int, members: int, *, pair: bool, normed: bool = False) -> tuple[str, ...]:
         """Return the compiler options of a kernel for rows of this many blocks of 64."""

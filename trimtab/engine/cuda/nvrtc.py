@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -310,7 +309,7 @@ def why_not(device: torch.device | str, *, least: tuple[int, int] = LEAST_CAPABI
     return None
 
 
-def _c_argument(value: Argument) -> Any:
+def _c_argument(value: Argument) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_int | ctypes.c_float:
     if isinstance(value, Tensor):
         return ctypes.c_void_p(value.data_ptr())
     if value is None:

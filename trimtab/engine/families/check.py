@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -172,16 +174,16 @@ def _wrong_layers(decoder: Decoder, hf_model: HFModel, device: torch.device, con
     seen: list[Tensor] = []
     handles = []
 
-    def before(_: object, args: Any, kwargs: Any) -> None:
+    def before(_: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         seen.append(_first(args or kwargs))
 
-    def behind(_: object, args: Any, output: Any) -> None:
+    def behind(_: object, args: object, output: object) -> None:
         seen.append(_first(output))
 
     config, heads = decoder.text.config, []
     probe = torch.linspace(-100, 100, config.vocab_size, device=device)
 
-    def scored(_: object, args: Any, output: Tensor) -> Tensor:
+    def scored(_: object, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         heads.append(args[0])
         return probe.to(output.dtype).expand_as(output)
 
@@ -232,11 +234,13 @@ def _wrong_layers(decoder: Decoder, hf_model: HFModel, device: torch.device, con
     return None
 
 
-def _first(values: Any) -> Tensor:
+def _first(values: object) -> Tensor:
     """Return the first tensor of a module's arguments or output."""
     if isinstance(values, dict):
         values = values["hidden_states"]
-    return values if isinstance(values, Tensor) else values[0]
+    first = values[0] if isinstance(values, (tuple, list)) else values
+    assert isinstance(first, Tensor)
+    return first
 
 
 def differs(ours: Tensor, theirs: Tensor, given: Tensor) -> bool:
@@ -258,8 +262,7 @@ def _behind(decoder: Decoder, layer: Layer, h: Tensor, attended: Tensor, extra: 
 
     def mlp(own: Mlp, x: Tensor) -> Tensor:
         gate, up = own.gate(x).chunk(2, dim=-1) if own.up is None else (own.gate(x), own.up(x))
-        made: Tensor = own.down(act(gate) * up)
-        return made
+        return own.down(act(gate) * up)
 
     added = 1.0 if layer.added is None else layer.added
     h = h + _normed(attended, layer.after_attention) * added
@@ -283,7 +286,8 @@ def _behind(decoder: Decoder, layer: Layer, h: Tensor, attended: Tensor, extra: 
 
 
 def _attended(
-    own: Attention, x: Tensor, turns: Any, kept: dict[int, tuple[Tensor, Tensor]], number: int, positions: Tensor
+    own: Attention, x: Tensor, turns: Mapping[str, tuple[Tensor, Tensor]], kept: dict[int, tuple[Tensor, Tensor]], number: int,
+    positions: Tensor,
 ) -> Tensor:  # fmt: skip
     gates = None
     made = own.parts([linear(x)[0] for linear in own.projections])
@@ -320,8 +324,8 @@ def _delta(own: DeltaNet, x: Tensor) -> Tensor:
     state = torch.zeros(1, shape.value_heads, shape.key_dim, shape.value_dim, device=x.device)
     out = x.new_empty(tokens, own.o.in_features)
     products = own.qkv(x)[0], own.z(x)[0], own.b(x)[0], own.a(x)[0]
-    for part, count in ((slice(tokens - 1), tokens - 1), (slice(tokens - 1, tokens), None)):  # a step, from the state
+    many, step = partial(delta_rule.delta_net, tokens=tokens - 1), delta_rule.delta_net  # the second one from the state
+    for part, run in ((slice(tokens - 1), many), (slice(tokens - 1, tokens), step)):
         made = [one[part] for one in products]
-        given: dict[str, Any] = {} if count is None else {"tokens": count}
-        delta_rule.delta_net(tuple(made), shape, own.weights(), conv, state, (out[part], out[part]), out[part], **given)
+        run(tuple(made), shape, own.weights(), conv, state, (out[part], out[part]), out[part])
     return out[None]

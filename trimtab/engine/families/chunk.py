@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,9 +23,14 @@ from trimtab.engine.kv.sequence import PageTable
 from trimtab.engine.layers.leaves import Leaf
 
 if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
     from trimtab.engine.batched_lora.columns import Columns, KeptWeights
     from trimtab.engine.families.decoder import Attention, Layer, Mlp, Norm
     from trimtab.engine.passes.chunk_forward import Buffers, ChunkState
+
+Turn = tuple[Tensor, Tensor]  # cos and sin
+Shared = dict[str | int, tuple[Tensor, Tensor]]  # keys and values of earlier layers, by kind and number
 
 
 class ChunkLayers:
@@ -55,15 +60,18 @@ class ChunkLayers:
         following = None if is_last else self.layers[number + 1].before_attention
 
         def forward(
-            hidden_states: Tensor, per_layer_input: Tensor | None = None, shared_kv_states: Any = None,
-            position_embeddings: Any = None, past_key_values: Any = None, position_ids: Tensor | None = None, **kwargs: object,
+            hidden_states: Tensor, per_layer_input: Tensor | None = None, shared_kv_states: Shared | None = None,
+            position_embeddings: Turn | None = None, past_key_values: Cache | None = None, position_ids: Tensor | None = None,
+            **kwargs: object,
         ) -> Tensor:  # fmt: skip
             rows, width = hidden_states.shape[0], hidden_states.shape[-1]
             h = hidden_states.reshape(-1, width)
+            assert past_key_values is not None
             x = self._input(hidden_states, h, layer.before_attention)
             if isinstance(layer.mixer, DeltaNet):
                 attended = self._delta(layer.mixer, x, past_key_values.layers[number])
             else:
+                assert position_embeddings is not None
                 attended = self._attend(
                     layer.mixer, x, rows, mask, shared_kv_states, position_embeddings, past_key_values, position_ids
                 )
@@ -110,7 +118,7 @@ class ChunkLayers:
         return x
 
     def _attend(
-        self, own: Attention, x: Tensor, rows: int, mask: Tensor | None, shared: Any, turn: tuple[Tensor, Tensor], cache: Any,
+        self, own: Attention, x: Tensor, rows: int, mask: Tensor | None, shared: Shared | None, turn: Turn, cache: Cache,
         positions: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Return attention's input of its last product, [n, Hq * D], for x [n, D] of that many rows of as many tokens; keys and
@@ -131,7 +139,9 @@ class ChunkLayers:
         )  # fmt: skip
         by_row = [one.view(-1, rows, tokens, dim).transpose(0, 1) for one in (keys, values)]
         seen = cache.update(*by_row, module.layer_idx)
-        if own.is_read:  # transformers up to 5.6 finds them by number
+        if own.is_read:
+            assert shared is not None
+            # transformers up to 5.6 finds them by number
             shared[module.layer_type] = shared[module.layer_idx] = seen
         by_head, scores = queries.view(rows, tokens, -1, dim).transpose(1, 2), own.scores
         if scores.growth is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from trimtab.engine.lora.experts import stack_facts, stack_of, stack_shape
 from trimtab.engine.tiers.near_experts import NearExperts
 
 if TYPE_CHECKING:
+    from trimtab.engine.families import modules
     from trimtab.engine.layers.leaves import Leaf
     from trimtab.engine.lora.store import AdapterStore
 
@@ -35,13 +36,12 @@ class UndescribedError(Exception):
 class Norm:
     """An RMS norm. form: where it rounds, one of `attention_and_norms.FORMS`."""
 
-    module: Any
+    module: modules.RMSNorm
     form: str
 
     @property
     def weight(self) -> Tensor:
-        weight: Tensor = self.module.weight
-        return weight
+        return self.module.weight
 
     @property
     def eps(self) -> float:
@@ -55,7 +55,7 @@ class Rope:
     forward takes too, None where there is one rotation. has_axes: positions count along three axes. limit: tokens of the longest
     text for which the angles stay as they are, None for any."""
 
-    module: Any
+    module: modules.RotaryEmbedding
     kind: str | None = None
     has_axes: bool = False
     limit: int | None = None
@@ -90,7 +90,7 @@ class Attention:
     are read, None for its own; is_read: whether later layers read these. is_wide: the norms of queries and keys are over all heads
     together. softcap, growth, has_sinks: as `Scores` has them. module: transformers' own."""
 
-    module: Any
+    module: modules.SelfAttention
     q: Leaf
     k: Leaf | None
     v: Leaf | None
@@ -156,7 +156,7 @@ class DeltaNet:
     """A layer's gated delta rule, in attention's place. qkv, z, b, a: linears over the layer's input: what is convolved, the gate
     of the output, and of each head how much it takes and forgets; o: the last one. module: transformers' own."""
 
-    module: Any
+    module: modules.LinearAttention
     qkv: Leaf
     z: Leaf
     b: Leaf
@@ -246,7 +246,7 @@ class Experts:
 
     parent: object
     router_name: str
-    module: Any
+    module: nn.Module
     shared: Mlp | None = None
     shared_gate: Leaf | None = None
     before: Norm | None = None
@@ -254,7 +254,12 @@ class Experts:
     after_dense: Norm | None = None
 
     @property
-    def router(self) -> Any:
+    def stacks(self) -> modules.ExpertStacks:
+        """The module, as what it is."""
+        return vars(self)["module"]
+
+    @property
+    def router(self) -> nn.Module:
         return getattr(self.parent, self.router_name)
 
     @property
@@ -271,7 +276,7 @@ class Experts:
     @property
     def has_mixture(self) -> bool:
         """Whether kernels know how the module computes: two stacks, the first with gate and up one behind the other, no biases."""
-        own = self.module
+        own = self.stacks
         is_plain = getattr(type(own)._apply_gate, "__module__", "") == "transformers.integrations.moe"
         return is_plain and own.has_gate and not (own.is_transposed or own.has_bias or hasattr(own, "post_expert_norm"))
 
@@ -288,8 +293,7 @@ class Experts:
     @property
     def near(self) -> NearExperts | None:
         """Its slots, where its experts are in host memory."""
-        found: NearExperts | None = vars(self.module).get("near")
-        return found
+        return vars(self.module).get("near")
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -315,7 +319,7 @@ class Layer:
     """One layer. mixer: what mixes tokens. Norms in front of attention and MLP, and behind them of what is added to the residual,
     None without; added: a factor of it. mlp: None where there are `experts` alone. scale: of the layer's output."""
 
-    module: Any
+    module: modules.DecoderLayer
     before_attention: Norm | None
     mixer: Attention | DeltaNet
     after_attention: Norm | None
@@ -343,7 +347,7 @@ class Decoder:
     scores behind the head, which are divided by `divisor` first. per_layer: the size of each layer's own input, 0 without.
     embedding_scale: a factor of embeddings that their module does not have."""
 
-    text: Any
+    text: modules.TextModel
     embedding: nn.Module
     layers: tuple[Layer, ...]
     final_norm: Norm
@@ -385,8 +389,7 @@ class Decoder:
     @property
     def adapter_store(self) -> AdapterStore:
         """The store that all linears share."""
-        store: AdapterStore = self.layers[0].mixer.o.adapter_store
-        return store
+        return self.layers[0].mixer.o.adapter_store
 
     def embedded(self, ids: Tensor) -> Tensor:
         """Return the embeddings of tokens [..., D]."""

@@ -66,7 +66,7 @@ def _routed(
     own: Experts, x: Tensor, product: Callable[[Sequence[Leaf], Tensor], Tensor], module: nvrtc.Module | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     route = own.route if module is not None else None
-    if route is None or not route.takes(x, int(own.module.num_experts)):
+    if route is None or not route.takes(x, own.stacks.num_experts):
         return own.chosen(x)
     given = x if route.scale is None else routers.normed(x, route.scale, route.factor, route.eps, module)
     if route.linear is not None:
@@ -95,7 +95,6 @@ def experts_of(
     if module is None or is_apart or is_plain or not own.has_mixture:
         if fetch is not None:
             fetch.join()
-        made: Tensor = own.module(x, numbers, weights)
-        return made
+        return own.module(x, numbers, weights)
     mixture, out = own.mixture(activation), x.new_empty(x.shape)
     return kernels.experts(x, numbers, weights, mixture, out, lora=lora, module=module, fetched=fetch)

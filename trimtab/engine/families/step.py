@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.families.decoder import Attention, DeltaNet, Experts, Layer, Mlp, Norm
@@ -237,7 +237,7 @@ class FusedStep:
         )  # fmt: skip
         return first.out, first.out if norm is None else x, None if second is None else second.out
 
-    def _lookup(self, name: str, table: Any, ids: Tensor) -> ends.Lookup | None:
+    def _lookup(self, name: str, table: nn.Module, ids: Tensor) -> ends.Lookup | None:
         """Return the kernel's arguments for a table without adapters whose rows are on the device, None for other tables.
         ids: [n, 1]."""
         if self.kernels.ends is None or not isinstance(table, Table) or table.adapters:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.engine.kernels.delta_rule import DeltaShape
 from trimtab.engine.kernels.dequantize import packed_heads
+from trimtab.engine.kernels.embed_and_logits import Sizes
 from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
 from trimtab.engine.kernels.selfcheck import KernelFamily, Times, first_reason, random_values
@@ -84,15 +85,15 @@ class DeviceKernels:
     checks: those that passed on this card before.
     """
 
-    small: Any = None
-    matvec: Any = None
+    small: nvrtc.Module | None = None
+    matvec: nvrtc.Module | None = None
     left_out: dict[str, str] = field(default_factory=dict)
     measured_us: Times = field(default_factory=dict)
     overlap_pays: bool | None = None
-    ends: Any = None
-    rows: Any = None
-    delta: Any = None
-    experts: Any = None
+    ends: nvrtc.Module | None = None
+    rows: nvrtc.Module | None = None
+    delta: nvrtc.Module | None = None
+    experts: nvrtc.Module | None = None
     configs: dict[CutKey, str] = field(default_factory=dict)
     rejected: dict[CutKey, str] = field(default_factory=dict)
     checks: KeptChecks = field(default_factory=KeptChecks)
@@ -113,7 +114,7 @@ class DeviceKernels:
     def made_of(self) -> str:
         """Which modules and launch configurations there are, as text."""
         modules = [one is not None for one in (self.small, self.matvec, self.ends, self.rows, self.delta, self.experts)]
-        return repr([modules, sorted((key, str(self.matvec.products.chosen[key])) for key in self.configs)])
+        return repr([modules, sorted((key, str(self._compiled.products.chosen[key])) for key in self.configs)])
 
     @staticmethod
     def none() -> DeviceKernels:
@@ -139,6 +140,11 @@ class DeviceKernels:
         return self.matvec is not None
 
     @property
+    def _compiled(self) -> nvrtc.Module:
+        assert self.matvec is not None
+        return self.matvec
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing for the layers; the ends alone do not justify our step."""
         return self.small is None and self.matvec is None
@@ -146,7 +152,7 @@ class DeviceKernels:
     @staticmethod
     def choose(
         groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], *, rows: int,
-        sizes: ends.Sizes | None = None, norm: NormForm = PLAIN, progress: Progress | None = None,
+        sizes: Sizes | None = None, norm: NormForm = PLAIN, progress: Progress | None = None,
         deltas: Sequence[DeltaShape] = (), mixtures: Mixtures | None = None,
     ) -> DeviceKernels:  # fmt: skip
         """Return the kernels that work and are faster for layers like these on their device, for steps of up to `rows` rows.
@@ -176,7 +182,7 @@ class DeviceKernels:
             resident = [group for group in one if all(isinstance(leaf, ResidentLeaf) for leaf in group)]
             packed = [[leaf.packed() for leaf in group] for group in (resident or one[:1])]
             for part in layouts.runs(packed[0]):
-                if not matvec.why_not(packed[0][part][0], dtype, self.matvec.device):
+                if not matvec.why_not(packed[0][part][0], dtype, self._compiled.device):
                     products += [Product([group[part] for group in packed], n, pair_kind(one[0])) for n in counts]
         return products
 
@@ -189,7 +195,7 @@ class DeviceKernels:
         The kernels are compiled in parallel, or read from the cache. A configuration that was not tuned here must fit the
         card's shared memory and registers and compute the result of the plain kernel; otherwise the plain kernel is used.
         """
-        ready: set[CutKey] = self.matvec.products.prepared
+        ready: set[CutKey] = self._compiled.products.prepared
         wanted = [one for one in self.products(groups, dtype, counts) if one.key not in ready]
         if not wanted:
             return
@@ -199,7 +205,7 @@ class DeviceKernels:
         known = [(one, config) for one in wanted if (config := self._config_of(one, dtype)) is not None]
 
         def compile_cuts(cuts_of: Iterable[tuple[Product, LaunchConfig]]) -> None:
-            tuning.compile_cuts([(one.groups[0], one.gate is not None, cut) for one, cut in cuts_of], self.matvec, dtype)
+            tuning.compile_cuts([(one.groups[0], one.gate is not None, cut) for one, cut in cuts_of], self._compiled, dtype)
 
         compile_cuts((one, config[0]) for one, config in known)
         refused = [(one, config[0]) for one, config in known if self._lacks_room(one, *config, dtype)]
@@ -217,34 +223,34 @@ class DeviceKernels:
         """Compile, several at once, the products of steps of `rows` rows whose bits do not depend on the others' adapters."""
         if self.matvec is None:
             return
-        chosen = self.matvec.products.chosen
+        chosen = self._compiled.products.chosen
         products = [one for one in self.products(groups, dtype, [rows]) if one.key in chosen]
         tuning.compile_cuts(
-            [(one.groups[0], one.gate is not None, chosen[one.key]) for one in products], self.matvec, dtype, fixed=True
+            [(one.groups[0], one.gate is not None, chosen[one.key]) for one in products], self._compiled, dtype, fixed=True
         )
 
     def _config_of(self, one: Product, dtype: torch.dtype) -> tuple[LaunchConfig, str] | None:
         """Return a product's launch configuration, and how it is known: as `matvec.config_of`, or as it was checked before."""
-        kept = None if matvec.is_tuned_before(one.groups[0], one.n, self.matvec, pair=one.gate is not None) else (
+        kept = None if matvec.is_tuned_before(one.groups[0], one.n, self._compiled, pair=one.gate is not None) else (
             self.checks.find(*self._config_key(one, dtype))
         )  # fmt: skip
         if kept is not None:
             return LaunchConfig(**kept["cut"]), kept["status"]
-        return matvec.config_of(one.groups[0], one.n, self.matvec, pair=one.gate is not None)
+        return matvec.config_of(one.groups[0], one.n, self._compiled, pair=one.gate is not None)
 
     def _config_key(self, one: Product, dtype: torch.dtype) -> tuple[object, ...]:
         form, has_small = _form_of(one.groups[0]), self.small is not None
-        return "configuration", one.key, form, str(dtype), one.gate, has_small, self.matvec.products.norm
+        return "configuration", one.key, form, str(dtype), one.gate, has_small, self._compiled.products.norm
 
     def _instead_of(self, one: Product, cut: LaunchConfig) -> list[LaunchConfig]:
-        return instead_of(cut, matvec.ways(one.groups[0], one.n, self.matvec, pair=one.gate is not None))
+        return instead_of(cut, matvec.ways(one.groups[0], one.n, self._compiled, pair=one.gate is not None))
 
     def _lacks_room(self, one: Product, cut: LaunchConfig, status: str, dtype: torch.dtype) -> bool:
         """Whether a configuration that no process checked here needs more registers or memory than the card has: `rejected`."""
         if status == launch_configs.MEASURED or self.checks.find(*self._config_key(one, dtype)) is not None:
             return False
         is_timed, is_pair = status == launch_configs.SHIPPED, one.gate is not None
-        why = tuning.why_no_room(one.groups[0], self.matvec, cut, dtype=dtype, pair=is_pair, is_timed=is_timed)
+        why = tuning.why_no_room(one.groups[0], self._compiled, cut, dtype=dtype, pair=is_pair, is_timed=is_timed)
         if why is not None:
             self.rejected[one.key] = why
         return why is not None
@@ -254,14 +260,14 @@ class DeviceKernels:
         key = self._config_key(one, dtype)
         if status != launch_configs.MEASURED and self.checks.find(*key) is None:
             why = tuning.why_not_cut(
-                one.groups[0], one.n, self.matvec, cut, dtype=dtype, gate=one.gate, small=self.small,
+                one.groups[0], one.n, self._compiled, cut, dtype=dtype, gate=one.gate, small=self.small,
                 is_timed=status == launch_configs.SHIPPED,
             )  # fmt: skip
             if why is not None:
                 self.rejected.setdefault(one.key, why)
                 return False
             self.checks.keep({"cut": asdict(cut), "status": status}, *key)
-        self.matvec.products.chosen[one.key] = cut
+        self._compiled.products.chosen[one.key] = cut
         self.configs[one.key] = status
         return True
 
@@ -270,7 +276,7 @@ class DeviceKernels:
         """Which products are left to the kernel that is not compiled for their shape, and why: name -> reason."""
         return {
             f"4-bit matmul {' + '.join(map(str, key[1]))} x {key[2]}, {key[3]} rows": why
-            for key, why in self.rejected.items() if key not in self.configs and key not in self.matvec.products.measured
+            for key, why in self.rejected.items() if key not in self.configs and key not in self._compiled.products.measured
         }  # fmt: skip
 
     def tune(
@@ -283,14 +289,14 @@ class DeviceKernels:
         report = progress or (lambda done, of: None)
         if wanted:
             report(0, 2 * len(wanted))
-        tuning.compile_tried(products, self.matvec, dtype, limit=TRIED)  # about half of the time
+        tuning.compile_tried(products, self._compiled, dtype, limit=TRIED)  # about half of the time
         for number, one in enumerate(wanted):
             report(len(wanted) + number, 2 * len(wanted))
-            tuning.tune(one.groups, one.n, self.matvec, dtype=dtype, gate=one.gate, limit=TRIED, repeat=2, small=self.small)
+            tuning.tune(one.groups, one.n, self._compiled, dtype=dtype, gate=one.gate, limit=TRIED, repeat=2, small=self.small)
         if wanted:
             for group in groups:
                 self.measure(group[0], dtype)
-            tuning.keep_tuned(self.matvec)
+            tuning.keep_tuned(self._compiled)
             self.checks.save()
             report(2 * len(wanted), 2 * len(wanted))
         return len(wanted)
@@ -312,8 +318,9 @@ class DeviceKernels:
             lambda module: {f"{TIMED_ROWS} rows: {shape_of([leaf])}": _rows_us(module, leaf, dtype) for leaf in read()},
             theirs="the layers' own", of=f" for {TIMED_ROWS} rows",
         ).choose(self.checks, self.left_out, self.measured_us)  # fmt: skip
-        for leaf in {leaf.quant_kind: leaf for leaf in leaves}.values() if self.rows is not None else ():
-            layouts.variant(leaf.packed(), self.rows)  # a capture finds it compiled
+        for leaf in {leaf.quant_kind: leaf for leaf in leaves}.values():
+            if self.rows is not None:
+                layouts.variant(leaf.packed(), self.rows)  # a capture finds it compiled
         self.checks.save()
         return self
 
@@ -329,11 +336,11 @@ class DeviceKernels:
     def measure(self, group: Sequence[Leaf], dtype: torch.dtype) -> tuple[float, float]:
         """Measure a group's product for one row: µs of ours and of the layers' own."""
         packed = [leaf.packed() for leaf in group]
-        if any(matvec.why_not(one, dtype, self.matvec.device) for one in packed):
+        if any(matvec.why_not(one, dtype, self._compiled.device) for one in packed):
             return 0.0, 0.0  # the group stays with its own layers
-        x = torch.randn(1, packed[0].shape[1], device=self.matvec.device).to(dtype)
+        x = torch.randn(1, packed[0].shape[1], device=self._compiled.device).to(dtype)
         kind = pair_kind(group)
-        cut = [matvec.choose(packed[part], 1, self.matvec, pair=kind is not None) for part in layouts.runs(packed)]
+        cut = [matvec.choose(packed[part], 1, self._compiled, pair=kind is not None) for part in layouts.runs(packed)]
         key = (
             "time of a product", _form_of(packed), str(dtype), kind, [isinstance(leaf, ResidentLeaf) for leaf in group],
             ", ".join(map(str, cut)),
@@ -345,10 +352,10 @@ class DeviceKernels:
         width = packed[0].shape[0] if kind else sum(one.shape[0] for one in packed)
         out = torch.empty(1, width, device=x.device, dtype=dtype)
         gate = None if kind is None else matvec.Gate(kind)
-        ours = partial(matvec.matvec4, x, packed, out, gate=gate, module=self.matvec)
+        ours = partial(matvec.matvec4, x, packed, out, gate=gate, module=self._compiled)
         # In a step they overlap where the card can do that, and start while another one ends.
         best = tuning.graph_us(ours, x.device, calls=_CALLS)
-        if self.matvec.capability >= (9, 0):
+        if self._compiled.capability >= (9, 0):
             with self.overlapping(True):
                 best = min(best, tuning.graph_us(ours, x.device, calls=_CALLS))
         known = self.measured_us.get(shape_of(group))  # of another cut
@@ -361,7 +368,7 @@ class DeviceKernels:
     def head_matmuls(self, hf_model: HFModel) -> list[Matmul[LayerProduct] | None]:
         """Return the ways to multiply with a packed head, which no pass unpacks."""
         heads = packed_heads(hf_model)
-        return [matvec.matmul(heads, self.matvec), many_rows.matmul(heads, self.rows, least=2, most=many_rows.MOST_TOKENS)]
+        return [matvec.matmul(heads, self._compiled), many_rows.matmul(heads, self.rows, least=2, most=many_rows.MOST_TOKENS)]
 
     def pays(self, group: Sequence[Leaf]) -> bool:
         """Whether one launch of ours is worth it for a group of this shape; a little slower, it still saves the adapters'
@@ -432,7 +439,7 @@ def of_this_process() -> ChosenKernels:
 
 
 def _choose(
-    groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], sizes: ends.Sizes | None,
+    groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], sizes: Sizes | None,
     rows: int = 1, norm: NormForm = PLAIN, deltas: Sequence[DeltaShape] = (), mixtures: Mixtures | None = None,
 ) -> DeviceKernels:  # fmt: skip
     first = [one[0] for one in groups]

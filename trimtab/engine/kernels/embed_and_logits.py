@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -364,7 +363,7 @@ def measure(
     time_us: takes a function, and returns the time of one run, best in a CUDA graph.
     """
     inputs = _Inputs(module.device, sizes, dtype, n)
-    runs: dict[str, Callable[[nvrtc.Module | None], Any]] = {"rows": inputs.rows}
+    runs: dict[str, Callable[[nvrtc.Module | None], object]] = {"rows": inputs.rows}
     if sizes.per_layer:
         runs["per_layer"] = inputs.per_layer
     runs[f"argmax of {sizes.vocabulary}"] = inputs.argmax_logits

@@ -37,8 +37,7 @@ def why_not(count: int, width: int, form: Choice) -> str | None:
 def normed(h: Tensor, scale: Tensor, factor: float, eps: float, module: nvrtc.Module | None) -> Tensor:
     """Return norm(h) scale factor for h [n, D] and scale [D]."""
     if module is None or h.device != module.device:
-        made: Tensor = norm_torch(h, None, eps) * scale * factor
-        return made
+        return norm_torch(h, None, eps) * scale * factor
     n, width = h.shape
     assert scale.dtype == h.dtype and scale.is_contiguous() and h.stride(1) == 1
     x = torch.empty(n, width, dtype=h.dtype, device=h.device)

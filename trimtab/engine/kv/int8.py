@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -85,6 +83,6 @@ def with_form(cache: DynamicCache) -> DynamicCache:
     return cache
 
 
-def extend(layer: Any, keys: Tensor, values: Tensor) -> None:
+def extend(layer: DynamicLayer, keys: Tensor, values: Tensor) -> None:
     """Give a growing layer keys and values in the form that it keeps."""
     layer.extend(keys, values) if isinstance(layer, (Int8Layer, Int8SlidingLayer)) else layer.update(keys, values)

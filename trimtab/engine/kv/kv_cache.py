@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from trimtab.engine.kv.sequence import PagePool, rope_module
 from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES, PAGE_TOKENS, pool_tokens, round_up
 
 if TYPE_CHECKING:
-    from trimtab.engine.formats.hf_types import HFModel
+    from trimtab.engine.formats.hf_types import Config, HFModel
 
 
 class UnsupportedLayersError(Exception):
@@ -87,8 +87,7 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
 
     def row_states(self, name: str, row: int) -> Tensor:
         """Return one row's "keys" or "values": [H, places, D]; those of all rows where they share a pool."""
-        states: Tensor = getattr(self, name)[row]
-        return states
+        return getattr(self, name)[row]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return min(self.places, self.shared.seen_places), 0
@@ -145,8 +144,7 @@ class PagedLayer(LayerCache):
             target.index_copy_(1, at, source[0])
 
     def row_states(self, name: str, row: int) -> Tensor:
-        states: Tensor = getattr(self, name)
-        return states
+        return getattr(self, name)
 
     def clear(self, pages: Tensor) -> None:
         """Set pages to zero: the places that a row has not written yet are masked, which zeros are needed for."""
@@ -447,7 +445,7 @@ def prompt_cache(hf_model: HFModel, kv: str = "full") -> DynamicCache:
     return cache if kv == "full" else hf_kv_int8.with_form(cache)
 
 
-def _prompt_layer(kind: str, config: Any) -> DynamicLayer:
+def _prompt_layer(kind: str, config: Config) -> DynamicLayer:
     return DynamicSlidingWindowLayer(config.sliding_window) if kind == "sliding_attention" else DynamicLayer()
 
 

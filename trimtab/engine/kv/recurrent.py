@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import cache_utils
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import LinearAttentionLayer
 
 # Families whose modules update these states in place, in one step of several rows. Others keep more, or keep it elsewhere.
 MODEL_TYPES = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -18,12 +21,12 @@ def is_recurrent(layer: object) -> bool:
     return type(layer).__name__ == "LinearAttentionLayer" and getattr(layer, "number_of_states", 0) == 1
 
 
-def states_of(theirs: Any) -> dict[str, Tensor]:
+def states_of(theirs: LinearAttentionLayer) -> dict[str, Tensor]:
     """Return the states of a layer of transformers' cache of one row, as `RecurrentLayer.row_states`."""
     return {"conv": theirs.conv_states[0], "recurrent": theirs.recurrent_states[0][0]}
 
 
-def set_states(theirs: Any, conv: Tensor, recurrent: Tensor) -> None:
+def set_states(theirs: LinearAttentionLayer, conv: Tensor, recurrent: Tensor) -> None:
     """Give an empty layer of transformers' cache the states of one row, as `RecurrentLayer.row_states` has them."""
     theirs.lazy_initialization(conv_states=conv, recurrent_states=recurrent[None])
     theirs.conv_states[0].copy_(conv)
@@ -76,12 +79,12 @@ class RecurrentLayer(_Base):  # type: ignore[misc]
         conv = torch.zeros(1, shape.channels, shape.taps, dtype=dtype, device=device)
         self.lazy_initialization(conv, torch.zeros(1, shape.value_heads, shape.key_dim, shape.value_dim, device=device))
 
-    def like(self, theirs: Any) -> None:
+    def like(self, theirs: LinearAttentionLayer) -> None:
         """Allocate memory for the states that a layer of transformers' cache has of one row, if there is none."""
         if self.conv is None:
             self.lazy_initialization(theirs.conv_states[0], theirs.recurrent_states[0])
 
-    def fill(self, row: int, theirs: Any) -> None:
+    def fill(self, row: int, theirs: LinearAttentionLayer) -> None:
         """Take over one row's states."""
         self.like(theirs)
         for mine, other in zip(self.tensors, (theirs.conv_states[0], theirs.recurrent_states[0]), strict=True):

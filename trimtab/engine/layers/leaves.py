@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,27 @@ from trimtab.engine.tiers.streaming import Group, Staged
 from trimtab.formats.record import DEQUANTIZED_BYTES, rounds_change, stored_format
 from trimtab.planning.planner import ITEM, aligned, columns_of
 from trimtab.planning.values.execution import CHECK_BYTES
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from trimtab.engine.layers.context import EngineContext
+
+
+class LayerOptions(TypedDict):
+    device: torch.device
+    dtype: torch.dtype
+    store: AdapterStore
+
+
+class LeafOptions(LayerOptions):
+    bias: Tensor | None
+
+
+class TableOptions(LayerOptions, total=False):
+    embed_scale: Tensor | None
+    padding_idx: int | None
+    exact_scale: float | None
 
 
 class Leaf(nn.Module):
@@ -49,8 +70,7 @@ class Leaf(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        ghost: Tensor = self.__dict__["ghost"]
-        return ghost
+        return self.__dict__["ghost"]
 
     def base(self, x: Tensor) -> Tensor:
         """Return the layer's output without any adapter, computed by its format's own library."""
@@ -87,7 +107,7 @@ class Leaf(nn.Module):
 class StationaryLinear(Leaf):
     """The weight stays where it is computed with."""
 
-    def __init__(self, module_path: str, packed: Packed, own_bias: Tensor | None, **kwargs: Any) -> None:
+    def __init__(self, module_path: str, packed: Packed, own_bias: Tensor | None, **kwargs: Unpack[LeafOptions]) -> None:
         super().__init__(module_path, (packed.shape[0], packed.shape[1]), quant_kind=packed.kind, **kwargs)
         self._packed, self._own_bias = packed, own_bias
         self.__dict__["shell"] = shell(packed, own_bias, self.dtype)
@@ -104,19 +124,17 @@ class StationaryLinear(Leaf):
 class ResidentLeaf(StationaryLinear):
     """The weight stays on the execution device."""
 
-    def __init__(self, module_path: str, packed: Packed, **kwargs: Any) -> None:
+    def __init__(self, module_path: str, packed: Packed, **kwargs: Unpack[LeafOptions]) -> None:
         super().__init__(module_path, packed, kwargs["bias"], **kwargs)
 
     @property
     def weight(self) -> Tensor:
         if self.quant_kind == "none" and not is_narrow(self._packed.dtype, self.dtype):
             return self._packed.parts["weight"]
-        ghost: Tensor = self.__dict__["ghost"]
-        return ghost
+        return self.__dict__["ghost"]
 
     def base(self, x: Tensor) -> Tensor:
-        y: Tensor = self.__dict__["shell"](x)
-        return y
+        return self.__dict__["shell"](x)
 
     def packed(self) -> Packed:
         return self.stored
@@ -129,7 +147,7 @@ class ResidentLeaf(StationaryLinear):
 class StagedLinear(Leaf):
     """The weight is in host memory or on disk and is copied to the execution device block by block."""
 
-    def __init__(self, module_path: str, staged: Staged, **kwargs: Any) -> None:
+    def __init__(self, module_path: str, staged: Staged, **kwargs: Unpack[LeafOptions]) -> None:
         shape = staged.packed.shape
         super().__init__(module_path, (shape[0], shape[1]), quant_kind=staged.packed.kind, **kwargs)
         self.staged = staged
@@ -149,7 +167,7 @@ class StagedLinear(Leaf):
 class HostLeaf(StationaryLinear):
     """The weight stays in host memory and the CPU computes with it; activations move."""
 
-    def __init__(self, module_path: str, packed: Packed, **kwargs: Any) -> None:
+    def __init__(self, module_path: str, packed: Packed, **kwargs: Unpack[LeafOptions]) -> None:
         bias = kwargs["bias"]
         super().__init__(module_path, packed, None if bias is None else bias.cpu(), **kwargs)
 
@@ -233,7 +251,7 @@ class UnpackedWeights:
             start += size
 
     @classmethod
-    def of(cls, model: Any) -> UnpackedWeights | None:
+    def of(cls, model: EngineContext) -> UnpackedWeights | None:
         """Return the weights that a model's plan keeps unpacked, None if it keeps none."""
         if ITEM not in model.plan.gpu:
             return None
@@ -303,7 +321,7 @@ class UnpackedWeights:
         return functional.linear(x, weight, leaves[0].bias)
 
 
-def keep_unpacked(model: Any) -> tuple[UnpackedWeights | None, int]:
+def keep_unpacked(model: EngineContext) -> tuple[UnpackedWeights | None, int]:
     """Return the weights that a model's kernels multiply with, None for none, and the bytes of those that a CPU's layers keep."""
     kept = UnpackedWeights.of(model)
     if kept is None or model.device.type != "cpu":
@@ -354,7 +372,7 @@ class ResidentTable(Table):
     """The whole table is on the execution device; a tied head may share it. Its rows are widened where it is stored in fewer bits
     than the model computes with; then it is no parameter, because transformers takes a model's dtype from its first parameter."""
 
-    def __init__(self, module_path: str, weight: nn.Parameter, **kwargs: Any) -> None:
+    def __init__(self, module_path: str, weight: nn.Parameter, **kwargs: Unpack[TableOptions]) -> None:
         super().__init__(module_path, (weight.shape[0], weight.shape[1]), **kwargs)
         if is_narrow(weight.dtype, self.dtype):
             self.__dict__["weight"] = weight.data
@@ -372,7 +390,7 @@ class PackedTable(Table):
     """The whole table is on the execution device as its file stores it; `read` dequantizes the rows of the tokens. `weight` is the
     first few rows, as in `GatheredTable`."""
 
-    def __init__(self, module_path: str, packed: Packed, first_rows: int, **kwargs: Any) -> None:
+    def __init__(self, module_path: str, packed: Packed, first_rows: int, **kwargs: Unpack[TableOptions]) -> None:
         super().__init__(module_path, (packed.shape[0], packed.shape[1]), **kwargs)
         self.stored = packed
         self.read: Callable[[Packed, Tensor], Tensor] = dequantize_at
@@ -391,8 +409,9 @@ class GatheredTable(Table):
     """
 
     def __init__(
-        self, module_path: str, shape: tuple[int, int], source: Tensor | FileRows | PackedRows, first_rows: int, **kwargs: Any
-    ):
+        self, module_path: str, shape: tuple[int, int], source: Tensor | FileRows | PackedRows, first_rows: int,
+        **kwargs: Unpack[TableOptions],
+    ) -> None:  # fmt: skip
         super().__init__(module_path, shape, **kwargs)
         self.source = source
         self.seen: Tensor | None

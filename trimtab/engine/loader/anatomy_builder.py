@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ from trimtab.formats.record import MADE_STACKS, SHOWN_PROBLEMS, PackedEntry, flo
 from trimtab.request import EXPERTS, MADE_EXPERTS
 
 if TYPE_CHECKING:
-    from trimtab.engine.formats.hf_types import HFModel
+    from trimtab.engine.formats.hf_types import Config, HFModel
 
 # Words in names of sub-configs -> part; a sub-config with none of them (a projector's, a talker's) is no part.
 PART_WORDS: tuple[tuple[str, Part], ...] = (
@@ -39,7 +39,7 @@ READS_WEIGHT: Mapping[str, tuple[str, ...]] = {
 
 
 def build_anatomy(
-    model: HFModel, config: Any, sources: Mapping[str, Expression], ties: Mapping[str, str], *, dtype: str,
+    model: HFModel, config: Config, sources: Mapping[str, Expression], ties: Mapping[str, str], *, dtype: str,
     packed: Mapping[str, PackedEntry], quant: str, unquantized: Mapping[str, str], keep_unquantized: tuple[str, ...],
     windows: tuple[int | None, ...] | None, renames: tuple[Rename, ...], head: str = "full",
     file_dtype: Callable[[str], str | None] | None = None, experts: str = EXPERTS[1],
@@ -150,7 +150,7 @@ def _stored_experts(
 
 def _rows(
     places: _Places, formats: _Formats, sources: Mapping[str, Expression], ties: Mapping[str, str],
-    head_copies: Mapping[str, str] | None, config: Any,
+    head_copies: Mapping[str, str] | None, config: Config,
 ) -> Iterator[ModuleRow]:  # fmt: skip
     for path, module in places.modules.items():
         is_head8 = head_copies is not None and path == places.head
@@ -309,7 +309,7 @@ class _Formats:
 class _Places:
     """Which part and which placement block a module belongs to."""
 
-    def __init__(self, model: HFModel, config: Any, ties: Mapping[str, str]) -> None:
+    def __init__(self, model: HFModel, config: Config, ties: Mapping[str, str]) -> None:
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         head = model.get_output_embeddings()
         self.head = next((path for path, module in self.modules.items() if head is not None and module is head), None)
@@ -318,7 +318,7 @@ class _Places:
         self.word_tables = {path for path in self.modules if self._is_word_table(path, config)}
         self.tables = {path for path in self.word_tables if f"{path}.weight" not in {*ties, *ties.values()}}  # shared with nothing
 
-    def _roots(self, config: Any) -> dict[str, Part]:
+    def _roots(self, config: Config) -> dict[str, Part]:
         """Return path -> part of the sub-models that carry one of the config's sub-configs."""
         parts = list(_sub_configs(config))
         roots: dict[str, Part] = {}
@@ -335,7 +335,7 @@ class _Places:
         parent, _, name = path.rpartition(".")
         return name in READS_WEIGHT.get(type(self.modules[parent]).__name__, ())
 
-    def _is_word_table(self, path: str, config: Any) -> bool:
+    def _is_word_table(self, path: str, config: Config) -> bool:
         """Return whether a module is an embedding that is only indexed: vocabulary-sized, of known forward."""
         module, text = self.modules[path], config.get_text_config()
         if not isinstance(module, nn.Embedding) or str(config.model_type).startswith(READS_WHOLE_TABLE):
@@ -387,7 +387,7 @@ class _Places:
         return self.base if self.base in self.modules and is_under(path, self.base) else path.split(".")[0]
 
 
-def _sub_configs(config: Any) -> Iterator[tuple[Any, Part]]:
+def _sub_configs(config: object) -> Iterator[tuple[object, Part]]:
     """Yield (sub-config, part), looking into those that hold sub-configs themselves."""
     for name in getattr(config, "sub_configs", None) or ():
         sub = getattr(config, name, None)
@@ -411,7 +411,7 @@ def _parents(path: str) -> list[str]:
 class _Caches:
     """The shape of every decoder layer's cache, from the text config and the attention modules."""
 
-    def __init__(self, places: _Places, text: Any, windows: tuple[int | None, ...] | None) -> None:
+    def __init__(self, places: _Places, text: Config, windows: tuple[int | None, ...] | None) -> None:
         self.places, self.text, self.windows = places, text, windows
         self.count = int(text.num_hidden_layers)
         self.paths = self._decoder_layers()
@@ -426,7 +426,7 @@ class _Caches:
         named = [path for path in lists if path.rpartition(".")[2] in ("layers", "h", "blocks")] or lists
         return [f"{named[0]}.{number}" for number in range(self.count)] if named else []
 
-    def _config(self, layer: int) -> Any:
+    def _config(self, layer: int) -> Config:
         """Return the layer's own config; on a config whose layers differ, the whole one raises (5.23.0)."""
         view = getattr(self.text, "per_layer_config", None)
         return self.text if view is None else view[layer]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ from trimtab.planning.values.byte_sizes import buffer_bytes, keeps_16bit
 from trimtab.planning.values.execution import groups_on_device
 from trimtab.process import phases
 
+if TYPE_CHECKING:
+    from trimtab.engine.formats.hf_types import HFModel
+
 CPU = torch.device("cpu")
 # A parameter of this many values is cast to a wider type a few rows at a time.
 CAST_VALUES = 4 * HEAD_PIECE_VALUES
@@ -52,7 +55,7 @@ class Loaded:
     """The result of `fill`: the model tree and everything that must be closed with it. left_out: slower computation -> reason.
     packs_experts: whether modules hold packed experts."""
 
-    hf_model: Any
+    hf_model: HFModel | None
     streamer: tiers.Streamer | None
     file_rows: list[leaves.FileRows] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -91,8 +94,8 @@ def fill(
         filler = _Filler(plan, checkpoint, probe, anatomy, store, undo)
         loaded = filler.run(progress)
         if anatomy.routers:
-            pieces.check_routers(loaded.hf_model, anatomy.routers, str(checkpoint.path))
-        sequence.turn_alone(loaded.hf_model, hf_attention.growing_rotations(loaded.hf_model, request.context_tokens))
+            pieces.check_routers(probe.model, anatomy.routers, str(checkpoint.path))
+        sequence.turn_alone(probe.model, hf_attention.growing_rotations(probe.model, request.context_tokens))
         undo.pop_all()
     return loaded, anatomy
 
@@ -350,7 +353,7 @@ class _Filler:
         packed = keep(self.owners[weight.tied_to].data) if weight.tied_to else self._packed(row, weight)
         self._fill_fixed(row, module, others)
         bias = None if module.bias is None else module.bias.data
-        common = {"bias": bias, "device": self.device, "dtype": self.dtype, "store": self.adapter_store}
+        common: leaves.LeafOptions = {"bias": bias, "device": self.device, "dtype": self.dtype, "store": self.adapter_store}
         leaf: leaves.Leaf
         if tier == "resident" or tied:
             packed = self.arena.hold(packed) if row.quantized else packed
@@ -386,7 +389,7 @@ class _Filler:
             raise CheckpointError("holds values that are not finite", path=self.plan.request.model, tensor_name=weight.tensor_path)
         self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path})
         bias = module.bias if isinstance(module.bias, Tensor) else None
-        common: dict[str, Any] = {
+        common: leaves.LeafOptions = {
             "bias": None if bias is None else bias.data, "device": self.device, "dtype": self.dtype, "store": self.adapter_store,
         }  # fmt: skip
         packed = Packed(HEAD8, shape, self.dtype, parts, {}, kernel=head8.Kernel())
@@ -434,7 +437,7 @@ class _Filler:
         facts, piece = packed.with_parts({}, packed.codes), len(writer.piece_starts)
         return lambda streamer: tiers.Staged(streamer, writer.group, facts, places, piece)
 
-    def _stage_linear(self, row: ModuleRow, staged: Callable[[tiers.Streamer], tiers.Staged], common: Mapping[str, Any]) -> None:
+    def _stage_linear(self, row: ModuleRow, staged: Callable[[tiers.Streamer], tiers.Staged], common: leaves.LeafOptions) -> None:
         def put(streamer: tiers.Streamer) -> None:
             leaf = leaves.StagedLinear(row.module_path, staged(streamer), **common)
             self.probe.model.set_submodule(row.module_path, leaf.eval())
@@ -490,9 +493,9 @@ class _Filler:
         scale = getattr(module, "embed_scale", None)
         if isinstance(scale, float):
             scale = torch.tensor(scale)
-        common: dict[str, Any] = {
+        common: leaves.TableOptions = {
             "embed_scale": scale.to(self.device) if isinstance(scale, Tensor) else None, "device": self.device,
-            "dtype": self.dtype, "store": self.adapter_store, "padding_idx": module.padding_idx,
+            "dtype": self.dtype, "store": self.adapter_store, "padding_idx": getattr(module, "padding_idx", None),
         }  # fmt: skip
         if row.stored and stored_format(row.stored).has_exact_scale:
             common["exact_scale"] = float(getattr(module, "scalar_embed_scale", 1.0))

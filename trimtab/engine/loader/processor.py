@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import transformers
 
@@ -15,7 +15,9 @@ from trimtab.errors import CheckpointError, RequestError
 from trimtab.process.json_file import check_files, read_object
 
 if TYPE_CHECKING:
-    from trimtab.engine.formats.hf_types import Tokenizer
+    from transformers import BaseImageProcessor, ProcessorMixin
+
+    from trimtab.engine.formats.hf_types import Processor, Tokenizer
 
 # Fields of config.json whose token represents media, not text.
 PLACEHOLDERS = (
@@ -28,7 +30,7 @@ NO_VOCABULARY = "tokenizer.json is missing"
 TOKENIZER_HINT = "Copy the tokenizer files of this model into the folder (tokenizer.json, tokenizer_config.json)"
 
 
-def load_processor(folder: Path) -> Any:
+def load_processor(folder: Path) -> Processor:
     """Return the folder's processor; its tokenizer if the model only reads.
 
     Errors: CheckpointError, also for a tokenizer that is empty or has more tokens than the model, and for files over the limits of
@@ -50,7 +52,7 @@ def load_processor(folder: Path) -> Any:
             if "orchvision" not in str(exc):
                 raise
             processor = _without_video(folder, exc)
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = processor.tokenizer if hasattr(processor, "tokenizer") else processor
     check_tokenizer(tokenizer, folder, _vocabulary(folder))
     check_named_ids(tokenizer, folder)
     return processor
@@ -169,7 +171,7 @@ def _word(tokenizer: Tokenizer, number: int) -> str:
     return token
 
 
-def _without_video(folder: Path, first: Exception) -> Any:
+def _without_video(folder: Path, first: Exception) -> Processor:
     try:
         config, _ = transformers.ProcessorMixin.get_processor_dict(folder, local_files_only=True)
         kind = getattr(transformers, config.pop("processor_class"))
@@ -194,7 +196,7 @@ def _without_video(folder: Path, first: Exception) -> Any:
         ) from first  # fmt: skip
 
 
-def _image_processor(folder: Path, config: Mapping[str, object]) -> Any:
+def _image_processor(folder: Path, config: Mapping[str, object]) -> type[BaseImageProcessor]:
     """Return the image processor's class that works on Pillow images."""
     own = config.get("image_processor")
     name = own.get("image_processor_type") if isinstance(own, dict) else None
@@ -207,7 +209,7 @@ def _image_processor(folder: Path, config: Mapping[str, object]) -> Any:
     return kind
 
 
-def _accepting_no_video(processor: Any) -> Any:
+def _accepting_no_video(processor: type[ProcessorMixin]) -> type[ProcessorMixin]:
     def check(self: object, argument_name: str, argument: object) -> object:
         # Without torchvision transformers does not export the class that it would compare with.
         if argument_name == "video_processor":
@@ -217,13 +219,13 @@ def _accepting_no_video(processor: Any) -> Any:
     return type(processor.__name__, (processor,), {"check_argument_for_proper_class": check})
 
 
-def _arguments_of(kind: Any) -> set[str]:
+def _arguments_of(kind: type[ProcessorMixin]) -> set[str]:
     import inspect
 
     return set(inspect.signature(kind.__init__).parameters)
 
 
-def _parts_of(kind: Any) -> set[str]:
+def _parts_of(kind: type[ProcessorMixin]) -> set[str]:
     return {name for name in _arguments_of(kind) if name in ("image_processor", "feature_extractor", "video_processor")}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,8 +76,7 @@ class Expression:
             return value.to(device) if isinstance(value, Tensor) and value.dim() else value
 
         result = self.func(*_mapped(self.args, made), **_mapped(self.kwargs, made))
-        tensor: Tensor = result if self.output is None else result[self.output]
-        return tensor
+        return result if self.output is None else result[self.output]
 
 
 def _flat(value: object) -> Iterator[object]:
@@ -143,7 +143,7 @@ class Traced(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., object], types: object, args: Any = (), kwargs: Mapping[str, object] | None = None
+        cls, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         if func in _ASKS:  # most calls: the answer is the form's own
             with torch._C.DisableTorchFunctionSubclass():
@@ -206,10 +206,10 @@ def _replaces(tensor: object, values: object) -> bool:
     return True
 
 
-def _are_equal(args: Any) -> bool:
-    if len(args) != 2 or not all(isinstance(value, Traced) for value in args):
+def _are_equal(args: Sequence[object]) -> bool:
+    a, b = args if len(args) == 2 else (None, None)
+    if not isinstance(a, Traced) or not isinstance(b, Traced):
         return False
-    a, b = args
     return bool(a.shape == b.shape and a.dtype == b.dtype and a.run.equal(a.expression, b.expression))
 
 
@@ -223,16 +223,16 @@ def _cast(tensor: Traced, args: Sequence[object], kwargs: Mapping[str, object]) 
     return _wrap(bare, Expression(func=Tensor.to, args=(tensor.expression, wanted)), tensor.run)
 
 
-def _traced_result(func: object, args: Any, kwargs: object, result: object, trace: Trace) -> object:
+def _traced_result(func: Callable[..., object], args: Sequence[object], kwargs: object, result: object, trace: Trace) -> object:
     def recorded(value: object) -> object:
         return value.expression if isinstance(value, Traced) else value
 
-    inputs: dict[str, Any] = {"func": func, "args": _mapped(args, recorded), "kwargs": _mapped(kwargs, recorded)}
+    made = partial(Expression, None, func, _mapped(args, recorded), _mapped(kwargs, recorded))
     if isinstance(result, Tensor):
-        same = _is_same_values(func, args)
-        return _wrap(result, args[0].expression if same else Expression(**inputs), trace)
+        first = args[0] if _is_same_values(func, args) else None
+        return _wrap(result, first.expression if isinstance(first, Traced) else made(), trace)
     if isinstance(result, (list, tuple)) and result and all(isinstance(item, Tensor) for item in result):
-        return type(result)([_wrap(item, Expression(**inputs, output=place), trace) for place, item in enumerate(result)])
+        return type(result)([_wrap(item, made(place), trace) for place, item in enumerate(result)])
     return result
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import transformers
@@ -41,7 +41,9 @@ from trimtab.process.packages import switch
 from trimtab.request import EXPERTS
 
 if TYPE_CHECKING:
-    from trimtab.engine.formats.hf_types import HFModel, Tokenizer
+    from trimtab.engine.formats.hf_types import Config, HFModel, LoadingInfo, Processor, Tokenizer
+
+T = TypeVar("T")
 
 # from_pretrained sets process-wide state while it runs (default dtype, patched constructors): one at a time.
 _ONE_PROBE = threading.Lock()
@@ -63,7 +65,7 @@ class Probe:
     """
 
     model: HFModel
-    config: Any
+    config: Config
     sources: dict[str, Expression]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -75,7 +77,7 @@ class Probe:
 # Configs and classes --------------------------------------------------------------------------------------------------
 
 
-def read_config(checkpoint: Checkpoint) -> Any:
+def read_config(checkpoint: Checkpoint) -> Config:
     """Return transformers' config of a checkpoint, without any quantization_config.
 
     Errors: CheckpointError for an architecture that the installed transformers does not know, for one that would need
@@ -133,7 +135,7 @@ def _words(exc: BaseException) -> str:
     return " ".join(lines[:3]) or type(exc).__name__
 
 
-def model_class(checkpoint: Checkpoint, config: Any) -> Any:
+def model_class(checkpoint: Checkpoint, config: Config) -> type[HFModel]:
     """Return the class that the config names. Errors: CheckpointError."""
     architectures = checkpoint.config.get("architectures") or ()
     for name in architectures:
@@ -149,7 +151,7 @@ def model_class(checkpoint: Checkpoint, config: Any) -> Any:
     raise _unknown(checkpoint, f"model_type {config.model_type!r}")
 
 
-def read_generation_config(folder: Path) -> Any:
+def read_generation_config(folder: Path) -> transformers.GenerationConfig | None:
     """Return the folder's generation defaults; without a generation_config.json those in config.json, as stock does."""
     has_own = (folder / "generation_config.json").is_file()
     if has_own:
@@ -237,8 +239,8 @@ def _declared_result(model: HFModel, tensors: dict[str, Traced], dtype: str) -> 
 
 
 def _load_traced(
-    checkpoint: Checkpoint, kind: Any, config: Any, tensors: dict[str, Traced], dtype: torch.dtype, trace: Trace
-) -> tuple[HFModel, dict[str, Any]]:
+    checkpoint: Checkpoint, kind: type[HFModel], config: Config, tensors: dict[str, Traced], dtype: torch.dtype, trace: Trace
+) -> tuple[HFModel, LoadingInfo]:
     """Return (model, loading info) of stock's loader run on tensors without data."""
     try:
         with NoAllocation(MOST_BUFFER_BYTES), most_modules(MOST_MODULES + 4 * len(tensors)):
@@ -270,7 +272,7 @@ def _equal_in_files(plain: dict[str, TensorEntry], a: Expression, b: Expression)
     return torch.equal(first, second)
 
 
-def _result(checkpoint: Checkpoint, model: HFModel, info: dict[str, Any], dtype: str) -> Probe:
+def _result(checkpoint: Checkpoint, model: HFModel, info: LoadingInfo, dtype: str) -> Probe:
     _check_shapes(checkpoint, info)
     parameters = list(model.named_parameters(remove_duplicate=False))
     buffers = list(model.named_buffers(remove_duplicate=False))
@@ -288,7 +290,7 @@ def _ties(model: HFModel) -> dict[str, str]:
     return {name: owner for name, value in parameters if (owner := owners.setdefault(id(value), name)) != name}
 
 
-def _check_shapes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
+def _check_shapes(checkpoint: Checkpoint, info: LoadingInfo) -> None:
     wrong = [f"{name} is {list(have)}, the model's is {list(want)}" for name, have, want in sorted(info["mismatched_keys"])]
     if wrong:
         raise CheckpointError(
@@ -297,7 +299,7 @@ def _check_shapes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
         )  # fmt: skip
 
 
-def _check_complete(checkpoint: Checkpoint, model: HFModel, parameters: Iterable[tuple[str, Tensor]], info: dict[str, Any]) -> None:
+def _check_complete(checkpoint: Checkpoint, model: HFModel, parameters: Iterable[tuple[str, Tensor]], info: LoadingInfo) -> None:
     absent = set(info["missing_keys"])
     lost = [name for name, value in parameters if not isinstance(value, Traced) and (name in absent or not value.is_meta)]
     if lost:
@@ -447,7 +449,7 @@ def _file_dtype(
     return named if isinstance(named, str) and named in DTYPE_BYTES else "bfloat16"
 
 
-def _cache_windows(config: Any) -> tuple[int | None, ...] | None:
+def _cache_windows(config: Config) -> tuple[int | None, ...] | None:
     """Return the window of each layer of transformers' own cache, None for a layer that keeps everything; None if the cache
     cannot be asked.
 
@@ -486,20 +488,20 @@ def read_renames(model: HFModel) -> tuple[Rename, ...]:
 # Processors -----------------------------------------------------------------------------------------------------------
 
 
-def load_processor(folder: Path) -> Any:
+def load_processor(folder: Path) -> Processor:
     """Return the folder's processor. Errors: CheckpointError if it has none that works."""
-    return _load(transformers.AutoProcessor, folder, "processor")
+    return _load(transformers.AutoProcessor.from_pretrained, folder, "processor")
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Return the folder's tokenizer. Errors: CheckpointError if it has none that works."""
-    return _load(transformers.AutoTokenizer, folder, "tokenizer")
+    return _load(transformers.AutoTokenizer.from_pretrained, folder, "tokenizer")
 
 
-def _load(auto: Any, folder: Path, what: str) -> Any:
+def _load(load: Callable[..., T], folder: Path, what: str) -> T:
     try:
         with _quiet():
-            return auto.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            return load(folder, trust_remote_code=False, local_files_only=True)
     except Exception as exc:  # tokenizers raises bare Exceptions
         is_there = any(folder.glob("*token*")) or any(folder.glob("vocab*")) or any(folder.glob("*.model"))
         raise CheckpointError(

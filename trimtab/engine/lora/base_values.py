@@ -83,8 +83,7 @@ def finished(pieces: Pieces[T]) -> T:
         try:
             next(pieces)
         except StopIteration as end:
-            result: T = end.value
-            return result
+            return end.value
 
 
 def base_values(

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -193,7 +193,14 @@ def _is_rms_norm(module: nn.Module) -> bool:
 # Adapters ------------------------------------------------------------------------------------------------------------
 
 
-def is_plain(adapter: object) -> bool:
+if TYPE_CHECKING:
+
+    class PlainAdapter(lora.LinearAdapter):
+        A: Tensor
+        B: Tensor
+
+
+def is_plain(adapter: object) -> TypeGuard[PlainAdapter]:
     """Whether an adapter is y + scale B A x and nothing else."""
     return (
         isinstance(adapter, lora.LinearAdapter) and adapter.A is not None and adapter.B is not None
@@ -203,7 +210,7 @@ def is_plain(adapter: object) -> bool:
 
 
 # (layer, adapter, x [..., D_in], y [..., D_out]) -> whether it added the adapter to y.
-PlainAdd = Callable[[Any, Any, Tensor, Tensor], bool]
+PlainAdd = Callable[[AdaptedLayer, "PlainAdapter", Tensor, Tensor], bool]
 
 
 class ShortAdapters(EagerAdapters):
@@ -254,7 +261,7 @@ class ShortAdapters(EagerAdapters):
             return y
         return self.add(layer, x, y) if self.can(layer, x) else super().apply(layer, x, y, groups)
 
-    def add(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
+    def add(self, leaf: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
         """Return y [B, ..., D_out] changed in place by the adapters of the rows of x [B, ..., D_in]; see `can`."""
         selection: Selection = leaf.adapter_store.selection
         if selection.rows is None:
@@ -262,9 +269,9 @@ class ShortAdapters(EagerAdapters):
             if adapter is None or (self._add_plain is not None and self._add_plain(leaf, adapter, x, y)):
                 return y
             return _add(adapter, self.wide(x), y)
-        adapters = [None if name is None else leaf.adapters.get(name) for name in selection.rows]
+        adapters: list[PlainAdapter | None] = [None if name is None else leaf.adapters.get(name) for name in selection.rows]
         for start, end in _runs(adapters):
-            run = adapters[start:end]
+            run = [one for one in adapters[start:end] if one is not None]
             part = self.wide(x)[start:end]
             if all(adapter is run[0] for adapter in run):
                 _add(run[0], part, y[start:end])
@@ -273,12 +280,12 @@ class ShortAdapters(EagerAdapters):
         return y
 
 
-def _add(adapter: Any, x: Tensor, y: Tensor) -> Tensor:
+def _add(adapter: PlainAdapter, x: Tensor, y: Tensor) -> Tensor:
     change = functional.linear(functional.linear(x, adapter.A), adapter.B)
     return y.add_(change, alpha=adapter.scale)
 
 
-def _add_stacked(adapters: Sequence[Any], x: Tensor, y: Tensor) -> None:
+def _add_stacked(adapters: Sequence[PlainAdapter], x: Tensor, y: Tensor) -> None:
     """Add to y [n, ..., D_out] the change by adapters[i], all of one rank, for row i of x [n, ..., D_in]."""
     count, scales = len(adapters), [adapter.scale for adapter in adapters]
     low = torch.bmm(x.reshape(count, -1, x.shape[-1]), torch.stack([one.A for one in adapters]).mT)
@@ -290,7 +297,7 @@ def _add_stacked(adapters: Sequence[Any], x: Tensor, y: Tensor) -> None:
     y.add_(change.view_as(y), alpha=alpha)
 
 
-def _runs(adapters: Sequence[Any]) -> Iterator[tuple[int, int]]:
+def _runs(adapters: Sequence[PlainAdapter | None]) -> Iterator[tuple[int, int]]:
     """Return [start, end) of neighbouring rows that are one product: of one adapter, or of several of one rank."""
     start = 0
     while start < len(adapters):
@@ -302,9 +309,9 @@ def _runs(adapters: Sequence[Any]) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _join(adapters: Sequence[Any]) -> bool:
+def _join(adapters: Sequence[PlainAdapter | None]) -> bool:
     first = adapters[0]
-    if all(one is first for one in adapters):
+    if first is None or all(one is first for one in adapters):
         return True
     if any(one is None or one.A.shape != first.A.shape or one.B.shape != first.B.shape for one in adapters):
         return False

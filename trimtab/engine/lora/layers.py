@@ -152,7 +152,7 @@ class SavedModule(nn.Module):
             _parameters=original._parameters, _buffers=original._buffers, _modules=original._modules,
         )  # fmt: skip
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         selection, adapters = self.__dict__["adapter_store"].selection, self.__dict__["adapters"]
         if selection.rows is None:
             return self._run(adapters.get(selection.name), args, kwargs)
@@ -179,7 +179,7 @@ class SavedModule(nn.Module):
         why = f"rows of this batch use different adapters and {type(self.__dict__['original']).__name__} {what}"
         return RequestError(why, field="adapter", hint="Run the requests one adapter at a time")
 
-    def _run(self, saved: dict[str, Tensor] | None, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def _run(self, saved: dict[str, Tensor] | None, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         original = self.__dict__["original"]
         if saved is None:
             return original(*args, **kwargs)

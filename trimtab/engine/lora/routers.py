@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ def takes_lora(module: nn.Module) -> bool:
     is_router = type(module) is not nn.Linear and re.search(r"router|gate", type(module).__name__, re.IGNORECASE)
     if not is_router or weight is None or weight.dim() != 2:
         return False
-    own_class: Any = type(module)
+    own_class: object = type(module)
     return set(module._parameters) <= {"weight", "bias"} and _uses_linear(own_class)
 
 
@@ -88,7 +87,7 @@ class RouterModule(nn.Module):
                 out = out.index_copy(0, index, adapters[name].linear.apply(self, by_row[index], out[index]))
         return out.flatten(0, 1) if is_flat else out
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         if "original" in self.__dict__:
             return getattr(self.__dict__["original"], name)
         return super().__getattr__(name)
@@ -101,7 +100,7 @@ class _AddingWeight(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
+        cls, func: Callable[..., Tensor], types: object, args: tuple[Tensor, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))

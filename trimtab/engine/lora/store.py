@@ -396,6 +396,5 @@ def content_of(spec: AdapterSpec, tensors: Mapping[tuple[Path, int], Tensor]) ->
         for role, entry in entries:
             tensor = tensors[entry.file, entry.start]
             digest.update(repr((role, tuple(tensor.shape), str(tensor.dtype))).encode())
-            values: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-            digest.update(values)
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Protocol, TypedDict
 from weakref import WeakSet
 
 import torch
@@ -35,6 +35,18 @@ class Owner(Protocol):
     def drop_graphs(self) -> None: ...
 
 
+class Block(TypedDict):
+    address: int
+    size: int
+    state: str
+
+
+class Segment(TypedDict):
+    total_size: int
+    segment_pool_id: Sequence[int]
+    blocks: list[Block]
+
+
 class PrefillMemoryPool:
     """The room of one model. nbytes: of its segment. torch_bytes: the plan's count for torch, where the room takes the rest of it;
     0 where it holds `nbytes`. dtype: of the model. owners: of its graphs. A CUDA graph keeps the addresses of its temporary
@@ -49,9 +61,9 @@ class PrefillMemoryPool:
         self.segment_bytes = 0
         self._left: frozenset[tuple[int, int]] = frozenset()  # (address, bytes) of blocks that earlier passes have left in the pool
         self._dtype = dtype
-        self._pool: Any = None
-        self._mark: Any = None
-        self._anchor: Any = None
+        self._pool: torch.cuda.MemPool | None = None
+        self._mark: torch.Tensor | None = None
+        self._anchor: torch.cuda.CUDAGraph | None = None
         self._is_used = False
 
     @property
@@ -61,8 +73,8 @@ class PrefillMemoryPool:
     @property
     def handle(self) -> tuple[int, int]:
         """The pool, as `CUDAGraph.capture_begin` takes it."""
-        handle: tuple[int, int] = self._pool.id
-        return handle
+        assert self._pool is not None
+        return self._pool.id
 
     @property
     def held_bytes(self) -> int:
@@ -90,7 +102,7 @@ class PrefillMemoryPool:
             raise
 
     def _allocate(self, is_lean: bool) -> bool:
-        self._mark = torch.zeros(16, 16, dtype=self._dtype, device=self.device)
+        self._mark = mark = torch.zeros(16, 16, dtype=self._dtype, device=self.device)
         with side_stream(self.device) as side, torch.cuda.stream(side):
             self._call_libraries()
         self.segment_bytes = self.nbytes
@@ -104,13 +116,14 @@ class PrefillMemoryPool:
         with side_stream(self.device) as side:
             # torch (seen in 2.11) captures nothing into a pool whose graphs are all gone (CachingHostAllocator.h asserts
             # `use_count > 0`; I15 of the doctor's catalogue): this one stays.
-            self._anchor, _ = GraphCache(lambda: self.handle).record(side, self._mark.zero_)
+            self._anchor, _ = GraphCache(lambda: self.handle).record(side, mark.zero_)
         with self.using():
             torch.empty(self.segment_bytes, dtype=torch.uint8, device=self.device)  # freed at once: the pool keeps it
         return True
 
     def _call_libraries(self) -> None:
         """Let cuBLAS and cuBLASLt allocate the workspaces that they keep for each thread and stream: no part of the room."""
+        assert self._mark is not None
         torch.addmm(self._mark[0], self._mark, self._mark @ self._mark)
 
     def lend(self, spare_bytes: int) -> None:
@@ -179,7 +192,7 @@ class PrefillMemoryPool:
         blocks = (block for segment in self._segments() for block in segment["blocks"])
         return frozenset((block["address"], block["size"]) for block in blocks if block["state"] != "inactive")
 
-    def _segments(self) -> list[dict[str, Any]]:
+    def _segments(self) -> list[Segment]:
         return [] if self._pool is None else segments(self.handle)
 
     @property
@@ -212,14 +225,14 @@ def room_of(plan: Plan, anatomy: Anatomy, device: torch.device) -> PrefillMemory
 Pool = tuple[int, int]
 
 
-def segments(pool: Pool | None = None) -> list[dict[str, Any]]:
+def segments(pool: Pool | None = None) -> list[Segment]:
     """Return the segments of all GPUs as torch describes them, with their blocks; `pool`: those of one pool of memory.
 
     `torch.cuda.memory_snapshot` and `MemPool.snapshot` of torch 2.11 release references that they do not own, of the numbers of the
     pool's id: the process ends later, in the next allocation of memory (I17 of the doctor's catalogue). The snapshot without
     arguments takes no id.
     """
-    found: list[dict[str, Any]] = torch.cuda.memory._snapshot()["segments"]
+    found: list[Segment] = torch.cuda.memory._snapshot()["segments"]
     return found if pool is None else [one for one in found if tuple(one["segment_pool_id"]) == tuple(pool)]
 
 

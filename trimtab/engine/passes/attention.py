@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import cache
+from inspect import getattr_static
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,13 @@ from trimtab.planning import Plan
 from trimtab.planning.values.execution import SMALL_BUDGET_BYTES
 
 if TYPE_CHECKING:
-    from trimtab.engine.formats.hf_types import HFModel
+    from trimtab.engine.formats.hf_types import Config, HFModel
+
+    class GroupedAttention(nn.Module):
+        config: Config
+        num_key_value_groups: int
+        head_dim: int
+
 
 # Under this name transformers finds the function; no other model uses it.
 NAME = "trimtab_grouped"
@@ -41,7 +48,7 @@ _TRIAL_TOKENS, _TRIAL_PLACES = 33, (33, 96)
 
 
 def attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    module: object, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, is_causal: bool | None = None, **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Return ([B, T, H, D] contiguous, None), as `sdpa_attention_forward` of transformers with the same arguments.
@@ -123,7 +130,7 @@ def use_in(hf_model: HFModel, tried: Future[str | None]) -> str | None:
     if (why := tried.result()) is not None:
         return why
     modules = list(_modules(hf_model))
-    views: dict[int, Any] = {}
+    views: dict[int, Config] = {}
     for module in modules:
         if id(module.config) not in views:
             views[id(module.config)] = _view(module.config)
@@ -131,25 +138,28 @@ def use_in(hf_model: HFModel, tried: Future[str | None]) -> str | None:
     return None
 
 
-def _modules(hf_model: HFModel) -> Iterator[Any]:
-    for module in hf_model.get_decoder().modules():
-        config = getattr(module, "config", None)
-        groups, width = getattr(module, "num_key_value_groups", 1), getattr(module, "head_dim", None)
-        if isinstance(groups, int) and groups > 1 and isinstance(width, int):
-            if getattr(config, "_attn_implementation", None) == "sdpa":
-                yield module
+def _modules(hf_model: HFModel) -> Iterator[GroupedAttention]:
+    return filter(_is_grouped, hf_model.get_decoder().modules())
 
 
-def _view(config: Any) -> Any:
+def _is_grouped(module: nn.Module) -> TypeGuard[GroupedAttention]:
+    groups, width = getattr(module, "num_key_value_groups", 1), getattr(module, "head_dim", None)
+    if not isinstance(groups, int) or groups <= 1 or not isinstance(width, int):
+        return False
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
+
+
+def _view(config: Config) -> Config:
     """Return a config with the same attributes, also later ones, that names this attention where the other says "sdpa"."""
     kind = type(config)
+    own: property = getattr_static(kind, "_attn_implementation")
 
-    def named(self: Any) -> str | None:
-        name: str | None = kind._attn_implementation.fget(self)
+    def named(self: Config) -> str | None:
+        name: str | None = own.fget(self) if own.fget is not None else None
         return NAME if name == "sdpa" else name
 
-    covered = type(kind.__name__, (kind,), {"_attn_implementation": property(named, kind._attn_implementation.fset)})
-    one: Any = object.__new__(covered)
+    covered = type(kind.__name__, (kind,), {"_attn_implementation": property(named, own.fset)})
+    one: Config = object.__new__(covered)
     object.__setattr__(one, "__dict__", vars(config))
     return one
 

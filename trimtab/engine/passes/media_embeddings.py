@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,13 +13,15 @@ from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.lora.store import Place, covered
 
 if TYPE_CHECKING:
-    from trimtab.engine.formats.hf_types import HFModel
+    from typing_extensions import Unpack
+
+    from trimtab.engine.formats.hf_types import Config, HFModel
 
 # Families whose masks are causal for images too, unless their config says otherwise (transformers 5.23.0). Gemma 3 is not one.
 CAUSAL_IMAGES = ("gemma3n", "gemma4", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
 
 
-def images_look_ahead(config: Any) -> bool:
+def images_look_ahead(config: Config) -> bool:
     """Return whether the tokens of one image see each other in both directions; True for a family that is not known."""
     if getattr(config.get_text_config(), "use_bidirectional_attention", None):
         return True
@@ -45,10 +47,18 @@ class Media:
         return not self.reach or max(self.reach[:place], default=-1) < place
 
 
+class _DecoderInputs(TypedDict, total=False):  # those that are read
+    inputs_embeds: Tensor
+    position_ids: Tensor | None
+    attention_mask: object
+    deepstack_visual_embeds: Sequence[Tensor] | None
+    visual_pos_masks: Tensor | None
+
+
 class _StoppedError(Exception):
     """Has the arguments of the decoder's call."""
 
-    def __init__(self, inputs: dict[str, Any]) -> None:
+    def __init__(self, inputs: _DecoderInputs) -> None:
         super().__init__()
         self.inputs = inputs
 
@@ -57,7 +67,7 @@ def media_of(hf_model: HFModel, tensors: Mapping[str, Tensor], functions: Mappin
     """Return the decoder's inputs from the model's own code for a prompt with images or audio: the towers run, the decoder does
     not. functions: of the towers, in place of the model's own. Errors: RuntimeError for inputs of a form that is not known."""
 
-    def stop(*args: object, **kwargs: object) -> object:
+    def stop(*args: object, **kwargs: Unpack[_DecoderInputs]) -> object:
         if args:
             raise RuntimeError(f"{type(hf_model).__name__} calls its decoder by position")
         raise _StoppedError(kwargs)
@@ -86,7 +96,7 @@ def media_of(hf_model: HFModel, tensors: Mapping[str, Tensor], functions: Mappin
     return Media(embeddings, _dense(inputs, embeddings), positions, masks, reach)
 
 
-def _dense(inputs: Mapping[str, Any], embeddings: Tensor) -> tuple[Tensor, ...]:
+def _dense(inputs: _DecoderInputs, embeddings: Tensor) -> tuple[Tensor, ...]:
     """Return the values that later layers add at some positions as tensors of all positions."""
     deep, where = inputs.get("deepstack_visual_embeds"), inputs.get("visual_pos_masks")
     if deep is None or where is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import BuiltinMethodType, MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jinja2 import Template, nodes
+from jinja2 import Environment, Template, nodes
 from jinja2.compiler import CodeGenerator, Frame, MacroRef
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.lexer import Token, TokenStream
@@ -222,11 +222,11 @@ class _Template(Template):
 
     environment: _Metered
 
-    def render(self, *args: Any, **kwargs: Any) -> str:
+    def render(self, *args: Mapping[str, object], **kwargs: object) -> str:
         with self.environment.meter.fresh(dict(*args, **kwargs)):
             return super().render(*args, **kwargs)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Iterator[str]:
+    def generate(self, *args: Mapping[str, object], **kwargs: object) -> Iterator[str]:
         with self.environment.meter.fresh(dict(*args, **kwargs)):
             return iter(list(super().generate(*args, **kwargs)))
 
@@ -239,7 +239,7 @@ class _Metered(SandboxedEnvironment):
     intercepted_binops: ClassVar[frozenset[str]] = frozenset(costs.BINOPS)  # type: ignore[misc]
     meter: Meter
 
-    def count(self, base: SandboxedEnvironment) -> None:
+    def count(self, base: Environment) -> None:
         """Let it count what another one's filters, tests and functions of templates do; it has no others."""
         self.meter = meter = Meter()
         self.filters = {
@@ -398,7 +398,7 @@ def _metered_call(meter: Meter, function: Any, cost: Cost, *, name: str = "", pa
 
     def lazy(*args: object, **kwargs: object) -> object:
         """Generators in generators would nest on the C stack: elements are made at once."""
-        made: Any = counted(*args, **kwargs)
+        made = counted(*args, **kwargs)
         if not is_iterator(made):
             return made
         elements = list(made)
@@ -433,7 +433,7 @@ def _alone() -> int:
 _ALONE = _alone()  # references of a value that only the variable of a function holds
 
 
-def _namespace(meter: Meter, base: Any) -> Any:
+def _namespace(meter: Meter, base: Any) -> type:
     """Return a namespace (transformers has another one) that counts the texts which an assignment frees."""
 
     class Metered(base):  # type: ignore[misc]
@@ -456,7 +456,7 @@ def _global(meter: Meter, name: str, function: Any) -> object:
     return counted
 
 
-def metered(base: SandboxedEnvironment) -> SandboxedEnvironment:
+def metered(base: Environment) -> SandboxedEnvironment:
     """Return an environment that renders as another one does and counts. base: keeps its filters, globals and extensions. jinja2's
     sandbox does not bound time and memory: `'a' * 10**9` is a valid template. It counts a step for each block, iteration, call and
     filter, and the characters that each operation reads and writes (costs.py). Counts depend on template and messages alone."""
@@ -555,5 +555,5 @@ def _compiled(template: str, stock: Callable[[str], Template]) -> Template | Exc
 
 
 @lru_cache(maxsize=1)
-def _environment(stock: Callable[[str], Any]) -> SandboxedEnvironment:
+def _environment(stock: Callable[[str], Template]) -> SandboxedEnvironment:
     return metered(stock("").environment)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from types import BuiltinMethodType, GeneratorType, MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from jinja2.ext import Extension
 from jinja2.runtime import LoopContext
@@ -354,7 +354,7 @@ _STR: Mapping[str, Cost] = {
     "expandtabs": _tabs, "join": _joined_by, "replace": _replaced, "translate": _translated,
 }  # fmt: skip
 # Methods, by the type of their object. `format` and `format_map` are metered where they are read (`wrap_str_format`).
-METHODS: Sequence[tuple[type | tuple[type[Any], ...], Mapping[str, Cost]]] = (
+METHODS: Sequence[tuple[type | tuple[type, ...], Mapping[str, Cost]]] = (
     (str, _STR), (Mapping, {"copy": _shallow, "get": _arguments, "items": _constant, "keys": _constant, "values": _constant}),
     ((list, tuple), {"copy": _shallow, "count": times(1), "index": times(1)}),
     ((int, float), dict.fromkeys(("bit_count", "bit_length", "conjugate", "hex", "is_integer"), _constant)),
@@ -420,7 +420,7 @@ _ITERATORS = frozenset(
 )  # fmt: skip
 
 
-def is_iterator(value: object) -> bool:
+def is_iterator(value: object) -> TypeGuard[Iterator[object]]:
     """Whether a value is read only once."""
     return type(value) in _ITERATORS
 

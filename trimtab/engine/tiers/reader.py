@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -81,8 +81,7 @@ class PositionedFile:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the writable bytes of a contiguous CPU tensor, without a copy."""
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 class HostMemory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trimtab.errors import RequestError
 
 if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
     from trimtab.engine.formats.hf_types import HFModel
 
 # Towers whose positions are computed for any size, that resize every image to one, or that media_check.py checks first.
@@ -38,7 +40,7 @@ class CheckedIndices(TorchDispatchMode):
     """While it is on, operations that look something up raise BeyondTableError before they run."""
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         look = _LOOK_UPS.get(func.overloadpacket)
         if look is not None:

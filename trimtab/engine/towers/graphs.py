@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from trimtab.planning.memory.towers import BUFFERS, SHAPES
 from trimtab.planning.values.execution import CAPTURED
 
 if TYPE_CHECKING:
+    from transformers.utils import ModelOutput
+
     from trimtab.engine.formats.hf_types import HFModel
     from trimtab.engine.layers.context import EngineContext
 
@@ -374,7 +376,7 @@ def padded_sounds(hf_model: HFModel) -> dict[Place, object]:
     return {(owner, "get_audio_features"): features}
 
 
-def _shortened(output: Any, tokens: int) -> Any:
+def _shortened(output: ModelOutput, tokens: int) -> ModelOutput:
     """Return a tower's output without the padding after the audio."""
     parts: Mapping[str, object] = dict(output.items())
     shorter = {name: value[:, :tokens] if isinstance(value, Tensor) else value for name, value in parts.items()}

@@ -30,7 +30,7 @@ class _Slot:
     values: tuple[int, ...] | None = None
 
 
-def form_of(value: Any, tensors: list[Tensor], lengths: Callable[[Tensor], tuple[int, ...]], name: str = "") -> Hashable:
+def form_of(value: object, tensors: list[Tensor], lengths: Callable[[Tensor], tuple[int, ...]], name: str = "") -> Hashable:
     """Return the part of a layer's arguments or output that belongs to a graph; other tensors are put into `tensors`.
 
     lengths: the values of a tensor in HOST_LENGTHS. Errors: UnknownFormError.
@@ -42,7 +42,7 @@ def form_of(value: Any, tensors: list[Tensor], lengths: Callable[[Tensor], tuple
         return _Slot(tuple(value.shape), value.dtype)
     if value is None or type(value) in (bool, int, float, str):
         return (type(value).__name__, value)
-    if type(value) in (tuple, list):
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         return (type(value).__name__, *(form_of(one, tensors, lengths, name) for one in value))
     if type(value) is dict:
         return ("dict", *((key, form_of(one, tensors, lengths, key)) for key, one in value.items()))
