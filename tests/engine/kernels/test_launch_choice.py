@@ -16,8 +16,7 @@ from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import device_kernels as kernels
 from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels import layouts
-from trimtab.engine.kernels import selfcheck
+from trimtab.engine.kernels import layouts, selfcheck
 from trimtab.engine.kernels.device_kernels import DeviceKernels, Product
 from trimtab.errors import DeviceError
 

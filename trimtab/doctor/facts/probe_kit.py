@@ -140,8 +140,8 @@ def on_cpu(device_map: Any) -> Any:
 
 
 def adapted(model: Any, refusal: type[Exception]) -> Seen:
-    """Put a LoRA on the first layer of a Sequential: PEFT adapts a layer of its class, or refuses it with this error. Errors: others
-    of PEFT, which are no sign of this bug."""
+    """Put a LoRA on the first layer of a Sequential: PEFT adapts a layer of its class, or refuses it with this error. Errors:
+    others of PEFT, which are no sign of this bug."""
     import peft
 
     with quiet():
