@@ -57,7 +57,8 @@ demo (demo): demo<line
 cli/commands (.): plan_run<show
 """
 
-# former module (place of its former members): new<old; a bare name keeps its name. Of the same arguments, or with more.
+# former module (place of its former members): new<old; a bare name keeps its name. Of the same arguments, or with more. A name of
+# a former module that is neither here nor in its successor has none: it raises AttributeError.
 MEMBERS = """
 runtime/cuts (engine/cuda/launch_config): LaunchConfig<Cut
 runtime/prompt_room (engine/memory/shared_pool): PrefillMemoryPool<PromptRoom
@@ -72,6 +73,8 @@ runtime/hf_gemma4 (engine/families/step): TokenPositions<Where
 runtime/hf_gemma4 (engine/families/families): why_not ACTIVATIONS
 runtime/hf_gemma4_last (engine/prefill/selection): select_adapter
 runtime/hf_gemma4_chunk (engine/prefill/selection): layers_of
+runtime/open_prompts (engine/prefill/selection): may_be_open<are_possible
+runtime/routers (engine/lora/layers): RouterAdapter
 runtime/step_capture (engine/memory/graph_cache): REPLAY_TOLERANCE
 runtime/step_capture (engine/tiers/streaming): in_pass
 runtime/probe (engine/loader/tracing): TooLargeError<TooManyModulesError
@@ -84,6 +87,8 @@ runtime/hf_generate (engine/batch/generate): Logprobs
 runtime/planned_adapters (engine/model_calls): match_planned<match read_held<read
 runtime/quant (engine/formats/packed): CodeTables PlainShell WideShell is_narrow widened keep
 plan/cost (formats/record): packed_parts packed_bytes WEIGHT_BLOCK NESTED_BLOCK CODE_BYTES HEAD8 HEAD_PIECE_VALUES
+plan/plan (planning/plan/contents): FilesRead Handover Stamps Tree anatomy_key PLAN_VERSION
+plan/module_tree (planning/plan/contents): FilesRead Handover Stamps Tree anatomy_key PLAN_VERSION
 plan/options (planning/placing): ModeRefusedError
 plan/options (planning/candidates): FASTEST_FIRST HEAD8_KL
 plan/planner (planning/placing): READ_BUFFER_BYTES

@@ -87,8 +87,7 @@ class StoredFormat:
     (bench/results/formats.json). shares_tables: whether a table that shares its weight with a head is kept in 16 bits; else
     such a file is refused. has_file_rows: whether a file's tensors are its parts, so that a table's rows can be read from
     there. has_exact_scale: whether the rows of a table are multiplied with its own factor as it is, not rounded to their type.
-    is_mixed: whether a file has several formats of the family. is_coded: whether values are levels times scales
-    (engine/formats/coded_files.py).
+    is_coded: whether values are levels times scales (engine/formats/coded_files.py).
 
     Of a family, to kernels. header: in engine/kernels/cuda, and number: its FORMAT; products of the first are compiled without
     options too. arguments: parts in the order of the kernels. is_cast: whether a weight is unpacked in another type than its own
@@ -121,7 +120,6 @@ class StoredFormat:
     shares_tables: ClassVar[bool] = False
     has_file_rows: ClassVar[bool] = False
     has_exact_scale: ClassVar[bool] = False
-    is_mixed: ClassVar[bool] = False
     is_coded: ClassVar[bool] = False
     header: ClassVar[str] = ""
     number: ClassVar[int] = 0
@@ -371,7 +369,7 @@ class _Float4(_Own):
 class _Ggml(_Own):
     """ggml's blocks, as GGUF files hold them."""
 
-    family, shares_tables, has_file_rows, is_mixed, layer_s = "ggml", True, True, True, 18e-6
+    family, shares_tables, has_file_rows, layer_s = "ggml", True, True, 18e-6
     header, number, arguments = "ggml.cuh", 3, ("weight", "scale", "outer", "")
 
     @property

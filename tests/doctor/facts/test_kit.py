@@ -207,3 +207,14 @@ def test_installed_source_points_at_the_line():
 @pytest.mark.parametrize("module", ["peft.peft_model", "peft.no_such_module", "no_such_package.module"])
 def test_source_that_is_not_there_is_none(module):
     assert kits.installed_source(module, "not written anywhere in it") is None
+
+
+@pytest.mark.parametrize(("layer", "refusal"), [(torch.nn.LayerNorm(2), ValueError), (torch.nn.Linear(2, 2), AttributeError)])
+def test_one_error_of_peft_is_the_bug_and_no_other(layer, refusal):
+    if refusal is AttributeError:
+        del layer.weight
+    found = kits.adapted(torch.nn.Sequential(layer), refusal)
+    assert found.state == "present" and found.evidence.startswith(f"{refusal.__name__}: ")
+    with pytest.raises(refusal):
+        kits.adapted(torch.nn.Sequential(layer), AttributeError if refusal is ValueError else ValueError)
+    assert kits.adapted(torch.nn.Sequential(torch.nn.Linear(2, 2)), refusal).state == "fixed"

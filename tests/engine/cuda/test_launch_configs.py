@@ -19,6 +19,7 @@ from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.cuda.shipped_configs import KernelLimits, Target
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels.selfcheck import KernelFamily
+from trimtab.errors import DeviceError
 from trimtab.process import user_cache as own_folder
 
 H200 = {"multiprocessors": 132, "shared_bytes": 232448}
@@ -297,7 +298,13 @@ def test_kernels_are_asked_whether_they_know_the_shapes_then_checked_then_timed(
     asked, times = [], {"one": (3.0, 2.0), "two": (1.0, 1.5)}
 
     def told(what, why):
-        return lambda module: asked.append(what) or why
+        def tell(module):
+            asked.append(what)
+            if isinstance(why, Exception):
+                raise why
+            return why
+
+        return tell
 
     def left_out(unsupported=None, wrong=None, **more):
         asked.clear()
@@ -309,7 +316,8 @@ def test_kernels_are_asked_whether_they_know_the_shapes_then_checked_then_timed(
         assert (module is None) == bool(reasons) and measured == (times if "measure" in asked else {})
         return reasons.get("small"), list(asked)
 
-    assert left_out("96 values", "wrong") == ("96 values", ["unsupported"])
+    for wrong in ("wrong", DeviceError("no kernel for 96 values", device="cuda:0")):
+        assert left_out("96 values", wrong) == ("96 values", ["unsupported"])
     assert left_out(wrong="relative error") == ("relative error", ["unsupported", "check"])
     slower = "slower here: 4.0 µs against bitsandbytes' 3.5 for one layer"
     assert left_out(theirs="bitsandbytes'", of=" for one layer") == (slower, ["unsupported", "check", "measure"])

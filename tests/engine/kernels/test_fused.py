@@ -409,6 +409,8 @@ def test_measuring_runs_every_kernel_and_its_torch_path():
     ]  # fmt: skip
     assert list(found.values()) == [(1, 2), (3, 4), (5, 6), (7, 8), (9, 10)]
     assert runs == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]  # launches of kernels, then none of the torch path
+    several = ((4, 2, 32), (4, 2, 32, "after"), (4, 2, 32, None))  # of one size: none hides another's time
+    assert len(fused_check.measure(module, time_us, width=64, mlp=48, attention=several, n=2, places=40)) == 2 + 3 * 3
 
 
 # A wrong kernel is found ---------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import device_kernels as kernels
 from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels import selfcheck
+from trimtab.engine.kernels import layouts, selfcheck
 from trimtab.engine.kernels.device_kernels import DeviceKernels, Product
 from trimtab.errors import DeviceError
 
@@ -230,6 +230,41 @@ def test_the_own_products_of_a_shape_are_timed_once_for_all_its_cuts(module, pro
     assert made.measure([leaf], torch.bfloat16) == (1, 2)
     module.products.chosen[matvec.cut_key([packed], 1)] = ways(Product([[packed]], 1, None), module, held=True)
     assert made.measure([leaf], torch.bfloat16) == (3, 2) and timed.count(kernels._own_layers) == 1
+
+
+def test_layers_of_one_size_in_two_formats_are_timed_and_judged_each(module, monkeypatch):
+    """A checkpoint may have attention in 8 and gate and up in 4 bits: a time under the size alone hides the other's."""
+    packed, checks, times = group_of((64,), 256)[0], kernels.KeptChecks(), {"int4-g128": (1.0, 9.0), "int8-g128": (7.0, 2.0)}
+    groups = [
+        [SimpleNamespace(packed=lambda kind=kind: dataclasses.replace(packed, kind=kind), out_features=64, in_features=256,
+                         quant_kind=kind, device=torch.device("cpu"), base=kind)] for kind in times
+    ]  # fmt: skip
+    several = [SimpleNamespace(**vars(one[0])) for one in (groups[0], groups[1], groups[0], groups[0])]
+    assert len({kernels.shape_of(several[:3]), kernels.shape_of([*several[:2], several[1]]), kernels.shape_of(several[2:])}) == 3
+    for name in ("matvec", "many_rows"):
+        monkeypatch.setattr(getattr(kernels, name), "why_not", lambda *_: None)
+    monkeypatch.setattr(matvec, "choose", lambda *_, **__: "a cut")
+    monkeypatch.setattr(layouts, "scale_type", lambda one: ())
+    monkeypatch.setattr(module, "capability", (8, 0), raising=False)
+    monkeypatch.setattr(
+        tuning, "graph_us",
+        lambda run, *_, **__: times[run.args[0][0].base][1] if run.func is kernels._own_layers else times[run.args[1][0].kind][0],
+    )  # fmt: skip
+    measured = kernels._products_us(module, groups, torch.bfloat16)
+    assert sorted(measured.values()) == sorted(times.values())
+    made = DeviceKernels(matvec=module, measured_us=measured)
+    assert [made.pays(group) for group in groups] == [True, False]
+    monkeypatch.setattr(kernels.many_rows, "load", lambda device: module)
+    for name in ("wrong", "why_no_room"):
+        monkeypatch.setattr(kernels.many_rows, name, lambda *_: None)
+    monkeypatch.setattr(kernels.layouts, "variant", lambda *_: None)
+    monkeypatch.setattr(kernels, "_rows_us", lambda module, leaf, dtype: times[leaf.quant_kind])
+    for _ in range(2):  # measured, then as it was kept
+        rows = DeviceKernels(checks=checks).with_rows([group[0] for group in groups], torch.bfloat16)
+        assert rows.rows is module and sorted(rows.measured_us.values()) == sorted(times.values())
+    times["int4-g128"] = (5.0, 9.0)
+    slow = DeviceKernels().with_rows([group[0] for group in groups], torch.bfloat16)
+    assert slow.left_out == {kernels.ROWS: "slower here: 12.0 µs against the layers' own 11.0 for 32 rows"}
 
 
 def test_what_was_tuned_is_known_to_the_next_process(module, product, tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from trimtab.engine.kernels.dequantize import PromptKernels, add, unpack, wrong_
 from trimtab.engine.layers.leaves import ResidentLeaf
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import EAGER, AdapterStore, Selection
+from trimtab.errors import DeviceError
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 TYPES = (torch.bfloat16, torch.float16)
@@ -194,3 +195,19 @@ def test_what_a_model_has_no_layers_for_is_no_fallback_and_is_not_checked_again(
         found = prompt_kernels.choose(model, torch.device("cuda:0"), torch.bfloat16)
         assert (found.module, found.adds, found.unpacks, found.reasons) == ("module", True, unpacks, reasons)
     assert checked.count("wrong_add") == 1 and ("wrong_unpack" in checked) == unpacks
+
+
+@pytest.mark.parametrize("where", ["four_bit", "tried_leaf", "scale_type", "width"])
+def test_a_layer_that_cannot_be_opened_leaves_the_kernels_out_and_no_answer(monkeypatch, where):
+    def refuse(*_):
+        raise DeviceError("a weight cannot be opened", device="cuda:0")
+
+    decoder = nn.ModuleList([leaf(64, 64)])
+    text = refuse if where == "width" else lambda: SimpleNamespace(hidden_size=64)
+    model = SimpleNamespace(get_decoder=lambda: decoder, config=SimpleNamespace(get_text_config=text))
+    monkeypatch.setattr(KeptChecks, "of", classmethod(lambda cls, device: KeptChecks()))
+    monkeypatch.setattr(prompt_kernels, "load", lambda device: "module")
+    if where != "width":
+        monkeypatch.setattr(prompt_kernels.layouts if where == "scale_type" else prompt_kernels, where, refuse)
+    found = prompt_kernels.choose(model, torch.device("cuda:0"), torch.bfloat16)
+    assert found.module is None and found.reasons == [("kernels of a prompt", "cuda:0: a weight cannot be opened")]

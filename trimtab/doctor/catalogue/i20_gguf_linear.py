@@ -27,4 +27,4 @@ def probe(kit: Kit) -> Seen:
         from transformers.integrations.gguf.utils import GgufLinear
     except ImportError as exc:
         return Seen(NOT_APPLICABLE, str(exc))
-    return adapted(nn.Sequential(GgufLinear(32, 8, 2)))
+    return adapted(nn.Sequential(GgufLinear(32, 8, 2)), ValueError)

@@ -30,4 +30,4 @@ def probe(kit: Kit) -> Seen:
     layer = NVFP4Linear.__new__(NVFP4Linear)
     nn.Module.__init__(layer)
     layer.in_features = layer.out_features = 32
-    return adapted(nn.Sequential(layer, nn.Linear(2, 2)))
+    return adapted(nn.Sequential(layer, nn.Linear(2, 2)), ValueError)

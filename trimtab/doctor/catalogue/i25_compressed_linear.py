@@ -39,4 +39,4 @@ def probe(kit: Kit) -> Seen:
     with quiet():
         quantizer.validate_environment()
         quantizer._process_model_before_weight_loading(model)
-    return adapted(model)
+    return adapted(model, AttributeError)

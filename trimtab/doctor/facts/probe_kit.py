@@ -139,14 +139,15 @@ def on_cpu(device_map: Any) -> Any:
     return {key: main if isinstance(place, int) else place for key, place in device_map.items()}
 
 
-def adapted(model: Any) -> Seen:
-    """Put a LoRA on the first layer of a Sequential: PEFT adapts a layer of its class, or refuses it."""
+def adapted(model: Any, refusal: type[Exception]) -> Seen:
+    """Put a LoRA on the first layer of a Sequential: PEFT adapts a layer of its class, or refuses it with this error. Errors:
+    others of PEFT, which are no sign of this bug."""
     import peft
 
     with quiet():
         try:
             peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"]))
-        except (ValueError, AttributeError) as exc:
+        except refusal as exc:
             return Seen(PRESENT, f"{type(exc).__name__}: {str(exc)[:120]}")
     return Seen(FIXED, "PEFT adapts the layer")
 

@@ -103,7 +103,8 @@ def unpack_extended(packed: Packed, B: Tensor, before: int, wide: int, out: Tens
 
 
 def fits(adapter: lora.LinearAdapter, leaf: Leaf) -> bool:
-    """Whether the kernels know this adapter of a layer."""
+    """Whether the kernels know this adapter of a layer. They do not know float16, ranks above MOST_RANK and DoRA: `add` of
+    engine/kernels/dequantize.py or torch computes these, and rows with different adapters (table.py)."""
     A = adapter.A
     return (
         why_not_plain(adapter) is None and A is not None and A.shape[0] <= MOST_RANK and A.data_ptr() % 16 == 0

@@ -399,7 +399,8 @@ def attend(
     Shapes: q [n, Hq, D], keys and values [rows, Hkv, L, D] with rows >= n, positions [n] int64, out [n, Hq * D], scratch float32
     with `scratch_values` places or None (made here). With `pages` keys and values are [Hkv, P, D], and a row's L places are where
     its table says. A full ring is read as a whole. softcap: scores become softcap * tanh(score / softcap). sinks, growth: as
-    `Scores`. Places beyond a row's own are never read. Places are split as in arXiv 2311.01282 (Flash-Decoding).
+    `Scores`. Places beyond a row's own are never read. Places are split as in arXiv 2311.01282 (Flash-Decoding). The kernel keeps
+    scores, softmax and output in float32; weights enter the second product as two numbers, 2^-16 off in bfloat16.
     """
     heads, dim = q.shape[1:]
     if not _may_attend(q, heads, dim, keys, values, out, module) or not q.is_contiguous() or not _fits(sinks, q, 1):

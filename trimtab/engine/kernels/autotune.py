@@ -35,6 +35,8 @@ __all__ = [
 ]  # fmt: skip
 
 _PIECE = 2**20
+# Of products from float64 (norm of the difference over norm of y), which is the rounding of y: 1.7e-3 in bfloat16, 2.5e-4 in
+# float16. bitsandbytes' own kernel has 3.6e-3 in bfloat16.
 LARGEST_ERROR = 3e-3
 
 

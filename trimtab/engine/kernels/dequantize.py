@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -308,23 +308,20 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
     """
     if device.type != "cuda" or dtype not in _TYPES:
         return PromptKernels()
-    leaves, width, reasons = four_bit(hf_model), hf_model.config.get_text_config().hidden_size, dict[str, str]()
+    trials: list[_Trial] = []
 
     def loaded() -> nvrtc.Module:
         made = load(device)
-        for one in {other.quant_kind: other for other in leaves}.values():
+        trials.append(_trial(hf_model))  # a layer that cannot be opened leaves these kernels out
+        for one in {other.quant_kind: other for other in trials[0].leaves}.values():
             unpacking(one.packed(), made)  # a capture finds it compiled
         return made
 
-    checks, measured = KeptChecks.of(device), Times()
+    checks, measured, reasons = KeptChecks.of(device), Times(), dict[str, str]()
     module = KernelFamily("kernels of a prompt", (), loaded, lambda module: None).choose(KeptChecks(), reasons, {}, device)
     if module is None:
         return PromptKernels(reasons=[*reasons.items()])
-    leaf, kinds = tried_leaf(leaves), sorted({one.quant_kind for one in leaves})
-    form = None if leaf is None else (
-        leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(leaf.packed().parts), kinds,
-        *layouts.scale_type(leaf.packed()),
-    )  # fmt: skip
+    leaves, leaf, kinds, form, width = trials[0]
 
     def one_of_each() -> Iterator[Packed]:
         tried = (tried_leaf([other for other in leaves if other.quant_kind == kind]) for kind in kinds)
@@ -344,6 +341,27 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
     checks.save()
     torch.cuda.empty_cache()  # the tensors of checks and timings are free
     return PromptKernels(module, UNPACKS in used, ADDS in used, [*reasons.items()], measured)
+
+
+class _Trial(NamedTuple):
+    """What kernels are tried on: the layers over packed weights, the one of them (`tried_leaf`), all their formats, everything
+    that decides the result, and the width of a product of an adapter."""
+
+    leaves: list[Leaf]
+    leaf: Leaf | None
+    kinds: list[str]
+    form: tuple[object, ...] | None
+    width: int
+
+
+def _trial(hf_model: HFModel) -> _Trial:
+    leaves = four_bit(hf_model)
+    leaf, kinds = tried_leaf(leaves), sorted({one.quant_kind for one in leaves})
+    form = None if leaf is None else (
+        leaf.quant_kind, leaf.out_features, leaf.in_features, sorted(leaf.packed().parts), kinds,
+        *layouts.scale_type(leaf.packed()),
+    )  # fmt: skip
+    return _Trial(leaves, leaf, kinds, form, hf_model.config.get_text_config().hidden_size)
 
 
 def tried_leaf(leaves: Sequence[Leaf]) -> Leaf | None:

@@ -401,10 +401,11 @@ def instead_of(cut: LaunchConfig, ways: Sequence[LaunchConfig]) -> list[LaunchCo
 
 
 def shape_of(group: Sequence[Leaf]) -> str:
-    """Return the name of a product: its layers' outputs and their input."""
-    kinds = list(dict.fromkeys(leaf.quant_kind for leaf in group))
-    formats = f" ({', '.join(kinds)})" if stored_format(kinds[-1]).is_mixed else ""
-    return f"{' + '.join(str(leaf.out_features) for leaf in group)} x {group[0].in_features}{formats}"
+    """Return the name of a product: its layers' outputs, their input and their formats, one where all are the same. A model has
+    groups of the same sizes in several formats, and the time of each has its own name."""
+    kinds = [leaf.quant_kind for leaf in group]
+    formats = ", ".join(kinds if len(set(kinds)) > 1 else kinds[:1])
+    return f"{' + '.join(str(leaf.out_features) for leaf in group)} x {group[0].in_features} ({formats})"
 
 
 @dataclass(frozen=True)

@@ -356,6 +356,8 @@ def measure(
     for kind in (AttentionShape(*one) for one in attention):
         heads, kv_heads, dim, norm, norms_values, _, is_gated, way, *_ = kind
         shape = f"{heads}/{kv_heads} x {dim}"
+        if f"rope_write {shape}" in times:  # of one size, but it turns or norms in another way
+            shape = f"{shape} (as {kind[3:]})"
         keys, values = random(n, kv_heads, places, dim), random(n, kv_heads, places, dim)
         qkv, q, attended = random(n, (heads * (1 + is_gated) + 2 * kv_heads) * dim), random(n, heads, dim), random(n, heads * dim)
         cos, sin = _turn_of(kind, n, random)

@@ -23,7 +23,8 @@ ALIGNED, LEAST_PAGE_BYTES = 16, 4096
 @dataclass(frozen=True)
 class PrefixPages:
     """The pages of a model's prefix cache. page_bytes: of a block of BLOCK_TOKENS tokens. snapshot_pages: of one snapshot; 0 for a
-    model without sliding and recurrent layers."""
+    model without sliding and recurrent layers. They are in host memory, because a copy is cheap: 2,000 tokens of an 8B model are
+    290 MB, 12 ms on a link of 25 GB/s, while their prompt takes hundreds of ms. On a CPU both are the same memory."""
 
     page_bytes: int
     snapshot_pages: int
