@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from trimtab.engine.layers.context import PlacedModel
+from trimtab.engine.formats.hf_types import PlacedModel
 from trimtab.engine.templates.budget import REFUSALS, render
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.process.redact import map_texts

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from transformers import BatchEncoding, GenerationConfig
     from transformers.utils import ModelOutput
 
+    from trimtab.planning import Plan
+
     class HFModel(nn.Module):
         """A `PreTrainedModel`, its decoder included."""
 
@@ -141,3 +143,19 @@ class FeatureExtractor(Protocol):
 
 # A checkpoint that only reads text has a tokenizer alone.
 Processor: TypeAlias = "MediaProcessor | Tokenizer"
+
+
+class PlacedModel(Protocol):
+    """A model, its plan, and where it computes."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def hf_model(self) -> HFModel: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...

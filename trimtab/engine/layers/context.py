@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
-import torch
+from typing import Protocol
 
 from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.engine.formats.hf_types import PlacedModel
 from trimtab.engine.layers.leaves import UnpackedWeights
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.engine.tiers.streaming import Streamer
-from trimtab.planning import Plan
-
-if TYPE_CHECKING:
-    from trimtab.engine.formats.hf_types import HFModel
-
-
-class PlacedModel(Protocol):
-    """A model, its plan, and where it computes."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def hf_model(self) -> HFModel: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
 
 
 class EngineContext(PlacedModel, Protocol):

@@ -26,7 +26,7 @@ from trimtab.planning.values.execution import CHECK_BYTES
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from trimtab.engine.layers.context import EngineContext
+    from trimtab.engine.formats.hf_types import PlacedModel
 
 
 class LayerOptions(TypedDict):
@@ -251,7 +251,7 @@ class UnpackedWeights:
             start += size
 
     @classmethod
-    def of(cls, model: EngineContext) -> UnpackedWeights | None:
+    def of(cls, model: PlacedModel) -> UnpackedWeights | None:
         """Return the weights that a model's plan keeps unpacked, None if it keeps none."""
         if ITEM not in model.plan.gpu:
             return None
@@ -321,7 +321,7 @@ class UnpackedWeights:
         return functional.linear(x, weight, leaves[0].bias)
 
 
-def keep_unpacked(model: EngineContext) -> tuple[UnpackedWeights | None, int]:
+def keep_unpacked(model: PlacedModel) -> tuple[UnpackedWeights | None, int]:
     """Return the weights that a model's kernels multiply with, None for none, and the bytes of those that a CPU's layers keep."""
     kept = UnpackedWeights.of(model)
     if kept is None or model.device.type != "cpu":
