@@ -12,6 +12,7 @@ from torch import Tensor
 from trimtab.engine.batch.request import check_logits
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.prompt import check_fits
+from trimtab.engine.formats.int8_head import MAX_ROWS
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.prefill.selection import returns_states
 from trimtab.engine.prefill.stock_pass import TextPass, whole_pass
@@ -177,8 +178,8 @@ class PromptScores(TextPass):
         """Score the tokens of a prompt's last chunk; with its last one the prompt gets its logits. Errors: as `step`."""
         prompts = prompt.batch.prompts
         assert prompt.states is not None
-        with nullcontext() if prompts.room is None else prompts.room.using():
-            for piece in prompt.states.split(PIECE_TOKENS):
+        with prompts.head_ops(), nullcontext() if prompts.room is None else prompts.room.using():
+            for piece in prompt.states.split(MAX_ROWS if self._model.plan.execution.head == "int8" else PIECE_TOKENS):
                 logits = prompts.chunk_forward().logits_of(piece)
                 self._score(logits, self._done)
                 self._done += len(piece)

@@ -376,6 +376,13 @@ class PrefillRunner:
             self._tower_ops = TowerOps(self.model, self._kernels, self._short)
         return self._kernels or prompt_kernels.PromptKernels()
 
+    def head_ops(self) -> AbstractContextManager[None]:
+        """Let the kernels of steps multiply with a packed head while the block runs; on a CPU it runs as it is."""
+        self.kernels()
+        if self._short is None:
+            return nullcontext()
+        return self._short.step(matmuls=MatmulTable(*self.batch.steps.kernels.head_matmuls(self.model.hf_model)))
+
     def tower_ops(self) -> AbstractContextManager[None]:
         """Let the towers use the kernels of prompts while the block runs; on a CPU they run as they are."""
         self.kernels()
