@@ -6,7 +6,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+import trimtab
 from tests.engine.prefill.test_prefill import *
+from tests.engine.prefill.test_prefill import DEMO, DEVICE, captured, ids, read
+from trimtab.engine.calls.embedding import PromptScores
 
 
 def test_scores_by_an_8_bit_head_are_those_of_the_modules():
