@@ -209,6 +209,10 @@ class PrefillState:
         if offset is not None:
             self.offset = offset
 
+    def forgo_states(self) -> None:
+        """Be computed as a prompt whose states nobody reads: of its first chunk they cannot be had any more."""
+        self.returns_states = False
+
     def release_cache(self) -> None:
         """Drop the keys and values that the row of the prompt now has."""
         self.cache = None

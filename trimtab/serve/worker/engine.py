@@ -151,12 +151,20 @@ class LoadedEngine:
     def has_room(self, answer: Answer) -> bool:
         if answer.prompt is None or (answer.needs_no_row and answer.embedding is None):
             return True
-        has_row = self.batch.cache.has_prompt_row or self.batch.free_rows == self.rows
-        is_taken = not has_row or any(map(self._is_in_row, self._begun))
+        is_taken = not self._may_have_row(answer) or any(map(self._waits_for_row, self._begun))
         return not (answer.needs_no_row and is_taken) and self.batch.pages.has_room(answer.row)
+
+    def _may_have_row(self, answer: Answer) -> bool:
+        """Whether no other answer has the row of prompts, which is a row of the batch where that has one alone."""
+        has_row = self.batch.cache.has_prompt_row or self.batch.free_rows == self.rows
+        return has_row and not any(one is not answer and self._is_in_row(one) for one in self._begun)
 
     def _is_in_row(self, answer: Answer) -> bool:
         return answer.prompt is not None and self.batch.prompts.holds(answer.prompt)
+
+    def _waits_for_row(self, answer: Answer) -> bool:
+        """Whether it is an embedding that has the row, or is the next to have it."""
+        return answer.embedding is not None and answer.embedding.prompt is not None
 
     def _in_use(self) -> list[str | None]:
         """Return the keys that rows and prompts in progress use."""
@@ -176,7 +184,7 @@ class LoadedEngine:
         """Load an answer's adapter onto the model, where it stays until the prompt is complete. Errors: as `prefill`."""
         with self._named("reading a prompt"), self.pulse.work("an adapter's turn"):
             self._begin_adapter(answer)
-            if answer.prompt is not None:
+            if answer.prompt is not None and (answer.embedding or not answer.needs_no_row):
                 self.batch.pages.reserve(answer.row)
 
     @property
@@ -236,12 +244,16 @@ class LoadedEngine:
 
         Errors: DeviceError if memory runs out. MistakeError for any other failure that leaves the device usable: it ends this one.
         """
-        if any(one.embedding and self._is_in_row(one) for one in self._begun):
+        if not self._is_in_row(answer) and any(map(self._waits_for_row, self._begun)):
             return 0, False
         kind = "towers" if answer.needs_towers else "a prompt"
         with self._named("reading a prompt", answer.job), self.pulse.work(kind, answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
             assert answer.prompt is not None
+            if answer.scores and not answer.scores.done_tokens and not returns_states(self.batch, answer.prompt.inputs):
+                answer.prompt.forgo_states()
+            if answer.work is not None:
+                return run_chunk(answer, most_tokens, self.batch, self._token_texts)[0], False
             has_towers = answer.prompt.needs_towers
             self._times.begin()
             is_through = answer.prompt.step(most_tokens)
@@ -291,11 +303,11 @@ class LoadedEngine:
 
     def piece(self, answer: Answer, most_tokens: int) -> tuple[int, bool]:
         """Compute the next piece of an embedding, or of a prompt's log-probabilities, and wait for it, because others
-        wait for it too. Errors: as `prefill`."""
+        wait for it too; (0, False) as long as another has the row that it needs. Errors: as `prefill`."""
+        if self._waits_for_row(answer) and not self._may_have_row(answer):
+            return 0, False
         with self._named("reading a prompt", answer.job), self.pulse.work("a piece", answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
-            if answer.embedding and answer.prompt:  # no other has begun (`has_room`); one that failed may have the row still
-                self.batch.prompts.evict(self.batch.cache.prompt_row, answer.prompt)
             return run_chunk(answer, most_tokens, self.batch, self._token_texts)
 
     @cached_property
@@ -330,6 +342,8 @@ class LoadedEngine:
     def drop(self, answer: Answer) -> None:
         if answer in self._begun:
             self._begun.remove(answer)
+        if answer.prompt is not None:
+            self.batch.prompts.release(answer.prompt)
         answer.end_prompt()
         if answer.row.number < 0:
             self.batch.pages.forget(answer.row)
