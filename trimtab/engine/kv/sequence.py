@@ -210,7 +210,7 @@ class PrefillState:
             self.offset = offset
 
     def forgo_states(self) -> None:
-        """Be computed as a prompt whose states nobody reads: of its first chunk they cannot be had any more."""
+        """Return no states: an adapter that came since makes modules compute the prompt. Nothing of it is computed."""
         self.returns_states = False
 
     def release_cache(self) -> None:
