@@ -309,6 +309,21 @@ def test_states_in_chunks_are_those_of_one_pass_of_the_whole_text(family):
         assert all(is_whole(model, read(batch, count), count) for count in (1, 16, 43))
 
 
+def test_a_text_that_lost_its_row_starts_again_and_counts_no_token_twice():
+    with lent("llama") as model:
+        batch = in_chunks(model, (8,), rows=3)
+        inputs, alone = model.prepare(ids(20)), read(batch, 20)
+        embedding = Embedding(model, inputs, pooling="mean", batch=batch)
+        prompt, scores = batch.begin(inputs, REQUEST, returns_states=True), PromptScores(model, inputs, adapter=None, top=0)
+        for one, reads in ((embedding, lambda: None), (prompt, lambda: scores.read(prompt))):
+            one.step(), reads()
+            batch.prompts.evict(batch.cache.prompt_row, None)
+            while not (one.step(), reads())[0]:
+                pass
+        values = [scored[token][0] for scored, token in zip(scores.scores, inputs.token_ids[1:], strict=True)]
+        assert torch.equal(embedding.pooled.cpu(), alone[0]) and torch.equal(torch.tensor(values), alone[1])
+
+
 def test_states_are_captured_the_second_time_and_computed_once_for_scores_and_their_answer(demo, request, monkeypatch):
     if not ON_GPU:
         request.getfixturevalue("replayed")

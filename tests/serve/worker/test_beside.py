@@ -324,6 +324,86 @@ def test_texts_in_chunks_wait_for_each_other_and_none_changes(chunked, monkeypat
         assert "scored_tokens" not in found["scored"][-1].usage
 
 
+NUMBERS = [100 + number for number in range(256)]
+
+
+def small_chunks(model, rows):
+    engine = LoadedEngine(model, rows=rows)
+    engine.batch.prompts = PrefillRunner(engine.batch, "static", (16,))
+    return engine
+
+
+def test_texts_and_prompts_have_the_row_in_turn_beside_a_text_that_fills_the_context(model):
+    engine, told = small_chunks(model, 2), []
+    texts = [job(f"text{n}", NUMBERS[n:][:40], kind="embedding", pooling="mean") for n in range(5)]
+    scored = job("scored", NUMBERS[:50], tokens=3, prompt_logprobs=1)
+    told_of = lambda events: [(event.kind, event.text, event.result, event.data) for event in events]  # noqa: E731
+    alone = {one.id: told_of(run(engine, one)[one.id][1:]) for one in (*texts, scored)}
+    scheduler = Scheduler(engine, told.append)
+    for one in (job("full", NUMBERS, kind="embedding"), *texts):
+        scheduler.submit(one)
+    for _ in range(20):
+        scheduler.turn()
+    scheduler.submit(scored)
+    scheduler.cancel("text3")
+    assert not all(scheduler.turn() for _ in range(60)) and not engine.batch.prompts.jobs
+    found = {name: told_of([one for one in told if one.job_id == name and one.kind != "started"]) for name in alone}
+    assert found == alone | {"text3": found["text3"]} and found["text3"][-1][0] in ("dropped", "done")
+
+
+def test_a_text_is_not_kept_waiting_by_chats_of_a_server_of_one_row(model, monkeypatch):
+    engine, told = small_chunks(model, 1), []
+    monkeypatch.setattr(engine.batch, "ends", frozenset())
+    scheduler = Scheduler(engine, told.append)
+    for number in range(20):
+        scheduler.submit(job(f"chat{number}", NUMBERS[:80], tokens=2, sender="other"))
+        scheduler.turn()
+    scheduler.submit(job("text", NUMBERS[:10], kind="embedding"))
+    assert any(scheduler.turn() and ("text", "done") in {(event.job_id, event.kind) for event in told} for _ in range(15))
+
+
+def test_probabilities_are_told_behind_each_chunk_and_a_prompt_that_fails_leaves_the_row(model, monkeypatch):
+    engine, told, held = small_chunks(model, 2), [], []
+    scheduler = Scheduler(engine, told.append)
+    scheduler.submit(job("a", NUMBERS[:50], prompt_logprobs=1))
+    for _ in range(2):
+        scheduler.turn()
+    assert [event.result["start"] for event in told if event.kind == "scores"] == [0, 16]
+    monkeypatch.setattr(engine.batch.prompts.chunk_forward(), "run", lambda form: 1 / 0)
+    monkeypatch.setattr("trimtab.serve.worker.answer.write_traceback", lambda exc, *_: held.append(exc) or "id")
+    assert not scheduler.turn() and told[-1].kind == "error" and held and not engine.batch.prompts.jobs
+
+
+@pytest.mark.parametrize("fields", [{"kind": "embedding"}, {"prompt_logprobs": 0, "tokens": 4}])
+def test_modules_compute_a_text_whose_states_are_not_to_be_had_when_its_turn_comes(chunked, monkeypatch, fields):
+    """As those of recurrent layers, once an adapter that replaces norms has come on the model."""
+    one = job("a", NUMBERS[:100], **fields)
+    alone = run(chunked, one)["a"]
+    answer = chunked.begin(one)
+    for file in ("selection", "prefill"):
+        monkeypatch.setattr(f"trimtab.engine.prefill.{file}.knows_padding", lambda prompts: False)
+    monkeypatch.setattr(chunked, "begin", lambda *_: answer)
+    found = run(chunked, one)["a"]
+    vectors, texts, scores = zip(
+        *((numbers(events), drawn(events), probabilities(events)) for events in (alone, found)), strict=True
+    )
+    # float32 sums in another order
+    assert (
+        vectors[0] == pytest.approx(vectors[1], abs=2e-5)
+        and texts[0] == texts[1]
+        and scores[0] == pytest.approx(scores[1], abs=2e-4)
+    )
+
+
+def numbers(events):
+    return (events[-1].result or {}).get("embedding")
+
+
+def probabilities(events):
+    entries = json.loads(b"[" + b",".join(event.data for event in events if event.data) + b"]")
+    return [one["logprob"] for entry in entries[1:] for one in entry.values()]
+
+
 def test_a_prompt_that_is_through_holds_no_keys_and_values_beside_its_row(engine):
     one = job("a", [5, 6, 7, 8], tokens=2)
     answer = engine.begin(one, engine.inputs.make(one))

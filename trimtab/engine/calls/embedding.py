@@ -50,6 +50,10 @@ class Embedding(TextPass):
     def step(self, most_tokens: int | None = None) -> bool:
         """Compute the next chunk, of at most `most_tokens` where transformers' passes do; True when it was the last."""
         chunk = self._model.prefill_tokens or self.prompt_tokens
+        if self.prompt is not None and not self.prompt.done_tokens:
+            self._sum = None  # it may have lost the row
+            if not returns_states(self.prompt.batch, self._inputs):  # an adapter that came since replaces norms
+                self.prompt, self._done = None, 0
         if (prompt := self.prompt) is None:
             states = self._next(min(chunk, most_tokens or chunk)).last_hidden_state[0]
         else:
@@ -178,8 +182,12 @@ class PromptScores(TextPass):
         """Score the tokens of a prompt's last chunk; with its last one the prompt gets its logits. Errors: as `step`."""
         prompts = prompt.batch.prompts
         assert prompt.states is not None
+        known = self._done - (prompt.done_tokens - len(prompt.states))  # of a prompt that started again
+        if known == len(prompt.states):
+            return
+        rows = MAX_ROWS if self._model.plan.execution.head == "int8" else PIECE_TOKENS
         with prompts.head_ops(), nullcontext() if prompts.room is None else prompts.room.using():
-            for piece in prompt.states.split(MAX_ROWS if self._model.plan.execution.head == "int8" else PIECE_TOKENS):
+            for piece in prompt.states[known:].split(rows):
                 logits = prompts.chunk_forward().logits_of(piece)
                 self._score(logits, self._done)
                 self._done += len(piece)

@@ -209,6 +209,10 @@ class PrefillState:
         if offset is not None:
             self.offset = offset
 
+    def forgo_states(self) -> None:
+        """Return no states: an adapter that came since makes modules compute the prompt. Nothing of it is computed."""
+        self.returns_states = False
+
     def release_cache(self) -> None:
         """Drop the keys and values that the row of the prompt now has."""
         self.cache = None

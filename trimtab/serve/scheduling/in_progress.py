@@ -239,6 +239,10 @@ class Rowless(Generic[Request]):
         self._time_s += left_s * (LEAST_SHARE if is_shared else 1.0)
         return self._time_s >= min(self._last_s, MOST_TURNS * left_s)
 
+    def waits(self) -> None:
+        """Note that no piece could run in a turn that was due: the next turn is too."""
+        self._had_turn = False
+
     def most_tokens(self, left_s: float | None, kind: str) -> int:
         """Return the most tokens of the next piece, from the times of earlier ones of this kind of job; at most twice as many as
         they had."""

@@ -462,23 +462,29 @@ class Scheduler:
         if not (rowless and rowless.is_due(left_s := self.budget.left_s(len(self._rows)), is_shared=self._has_prompts)):
             return
         if (begun := self._queue.begin_rowless(is_beside=self._prompts.begun.first is not None)) is not None:
-            self._start(begun)
-        entry, start = self._rowless.begun.current, self._now()
+            self._choose(begun)
+            self._told_at = None  # the time to the next step is not that step's alone
+        entry, start = rowless.begun.current, self._now()
         if entry is None:
+            rowless.waits()
             return
         try:
             tokens, is_over = self.engine.piece(entry.answer, self._rowless.most_tokens(left_s, entry.job.kind))
         except TrimtabError as exc:
             self._fail(entry, exc)
         else:
-            self._rowless.took(tokens, self._now() - start, entry.job.kind)
-            self._rowless.begun.took(entry)
+            rowless.begun.took(entry)
+            if not (tokens or is_over):  # another has the row that it needs
+                rowless.waits()
+                rowless.go_first()
+                return
+            rowless.took(tokens, self._now() - start, entry.job.kind)
             self._report([entry])
-            if is_over and entry in self._rowless.begun:  # it is no embedding
-                self._rowless.end(entry)
+            if is_over and entry in rowless.begun:  # it is no embedding
+                rowless.end(entry)
                 if not self.engine.kept_tokens(entry.answer):
                     self._prompts.free(entry)
-        self._told_at = None  # the time to the next step is not that step's alone
+        self._told_at = None
 
     def _start(self, entry: _Entry) -> None:
         entry.start(now := self._now())
@@ -495,6 +501,7 @@ class Scheduler:
             size_done = self._prompts.prefill(size)
             if size_done is None:
                 break
+            self._report(list(self._prompts.begun))  # log-probabilities of its chunk
             count += 1
             if left_s is None:  # no row waits for a token: others may have arrived
                 break

@@ -70,6 +70,16 @@ class Answer:
     def needs_no_row(self) -> bool:
         return self.work is not None
 
+    @property
+    def is_in_row(self) -> bool:
+        """Whether the states of its prompt are in the row of prompts."""
+        return self.prompt is not None and self.prompt.batch.prompts.holds(self.prompt)
+
+    @property
+    def is_for_row(self) -> bool:
+        """Whether it is an embedding that has the row of prompts, or is the next to have it."""
+        return self.embedding is not None and self.embedding.prompt is not None
+
     def next_tokens(self, most_tokens: int) -> int:
         """Return the most tokens of its next piece."""
         work = self.work

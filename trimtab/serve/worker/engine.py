@@ -97,7 +97,7 @@ class LoadedEngine:
         inputs, reading = compiled.inputs, compiled.reading
         self.shelf.check(job.adapter)
         if job.kind in ("tokens", "text"):
-            return self._told_at_once(job, inputs)
+            return told_at_once(self.inputs, self.model, job, list(inputs.token_ids))
         if self.prompt_limit is not None and inputs.prompt_tokens > self.prompt_limit:
             raise RequestError(
                 f"the prompt has {inputs.prompt_tokens} tokens, this server takes {self.prompt_limit}", field="prompt"
@@ -129,18 +129,6 @@ class LoadedEngine:
         text = AnswerText(detokenizer, self.batch.ends.union(compiled.ends))
         return Answer(job, prompt, prompt.row, text, time.monotonic(), reading=reading, scores=scores)
 
-    def _told_at_once(self, job: Job, inputs: Inputs) -> Answer:
-        """Return the answer of a job that needs only the tokenizer: it ends without a row."""
-        answer = Answer(job, None, empty_row(self.model, job.adapter, job.request), None, time.monotonic(), is_over=True)
-        ids = list(inputs.token_ids)
-        if job.kind == "text":
-            result: dict[str, Any] = {"prompt": str(self.inputs.tokenizer.decode(ids))}
-        else:
-            result = {"tokens": ids, "token_strs": self.inputs.tokenizer.convert_ids_to_tokens(ids)}
-        usage = {"prompt_tokens": len(ids), "completion_tokens": 0}
-        answer.pending.append(Event(job.id, "done", finish="stop", usage=usage, result=result))
-        return answer
-
     def is_prepared(self, adapter: str | None) -> bool:
         """Whether each part of an adapter is on the model or completely prepared."""
         return all(not self._is_unprepared(name) or self.shelf.is_resident(name) for name in parts_of(adapter))
@@ -151,12 +139,13 @@ class LoadedEngine:
     def has_room(self, answer: Answer) -> bool:
         if answer.prompt is None or (answer.needs_no_row and answer.embedding is None):
             return True
-        has_row = self.batch.cache.has_prompt_row or self.batch.free_rows == self.rows
-        is_taken = not has_row or any(map(self._is_in_row, self._begun))
+        is_taken = not self._may_have_row(answer) or any(one.is_for_row for one in self._begun)
         return not (answer.needs_no_row and is_taken) and self.batch.pages.has_room(answer.row)
 
-    def _is_in_row(self, answer: Answer) -> bool:
-        return answer.prompt is not None and self.batch.prompts.holds(answer.prompt)
+    def _may_have_row(self, answer: Answer) -> bool:
+        """Whether no other answer has the row of prompts, which is a row of the batch where that has one alone."""
+        has_row = self.batch.cache.has_prompt_row or self.batch.free_rows == self.rows
+        return has_row and not any(one is not answer and one.is_in_row for one in self._begun)
 
     def _in_use(self) -> list[str | None]:
         """Return the keys that rows and prompts in progress use."""
@@ -176,7 +165,7 @@ class LoadedEngine:
         """Load an answer's adapter onto the model, where it stays until the prompt is complete. Errors: as `prefill`."""
         with self._named("reading a prompt"), self.pulse.work("an adapter's turn"):
             self._begin_adapter(answer)
-            if answer.prompt is not None:
+            if answer.prompt is not None and (answer.embedding or not answer.needs_no_row):
                 self.batch.pages.reserve(answer.row)
 
     @property
@@ -236,12 +225,16 @@ class LoadedEngine:
 
         Errors: DeviceError if memory runs out. MistakeError for any other failure that leaves the device usable: it ends this one.
         """
-        if any(one.embedding and self._is_in_row(one) for one in self._begun):
+        if any(one.is_for_row for one in self._begun) and not answer.is_in_row:
             return 0, False
         kind = "towers" if answer.needs_towers else "a prompt"
         with self._named("reading a prompt", answer.job), self.pulse.work(kind, answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
             assert answer.prompt is not None
+            if answer.scores and not answer.scores.done_tokens and not returns_states(self.batch, answer.prompt.inputs):
+                answer.prompt.forgo_states()
+            if answer.work is not None:
+                return run_chunk(answer, most_tokens, self.batch, self._token_texts)[0], False
             has_towers = answer.prompt.needs_towers
             self._times.begin()
             is_through = answer.prompt.step(most_tokens)
@@ -291,11 +284,11 @@ class LoadedEngine:
 
     def piece(self, answer: Answer, most_tokens: int) -> tuple[int, bool]:
         """Compute the next piece of an embedding, or of a prompt's log-probabilities, and wait for it, because others
-        wait for it too. Errors: as `prefill`."""
+        wait for it too; (0, False) as long as another has the row that it needs. Errors: as `prefill`."""
+        if answer.is_for_row and not self._may_have_row(answer):
+            return 0, False
         with self._named("reading a prompt", answer.job), self.pulse.work("a piece", answer.next_tokens(most_tokens)):
             self._begin_adapter(answer)
-            if answer.embedding and answer.prompt:  # no other has begun (`has_room`); one that failed may have the row still
-                self.batch.prompts.evict(self.batch.cache.prompt_row, answer.prompt)
             return run_chunk(answer, most_tokens, self.batch, self._token_texts)
 
     @cached_property
@@ -330,6 +323,8 @@ class LoadedEngine:
     def drop(self, answer: Answer) -> None:
         if answer in self._begun:
             self._begun.remove(answer)
+        if answer.prompt is not None:
+            self.batch.prompts.release(answer.prompt)
         answer.end_prompt()
         if answer.row.number < 0:
             self.batch.pages.forget(answer.row)
@@ -343,6 +338,18 @@ class LoadedEngine:
 def empty_row(model: LoadedModel, adapter: str | None, request: GenerateRequest) -> Row:
     """Return a row outside any batch, for a job that samples no tokens."""
     return Row(adapter, request, [], 0, sampler=Sampler(request, model.device))
+
+
+def told_at_once(inputs: PromptInputs, model: LoadedModel, job: Job, ids: Sequence[int]) -> Answer:
+    """Return the answer of a job that needs only the tokenizer: it ends without a row."""
+    answer = Answer(job, None, empty_row(model, job.adapter, job.request), None, time.monotonic(), is_over=True)
+    if job.kind == "text":
+        result: dict[str, Any] = {"prompt": str(inputs.tokenizer.decode(ids))}
+    else:
+        result = {"tokens": ids, "token_strs": inputs.tokenizer.convert_ids_to_tokens(ids)}
+    usage = {"prompt_tokens": len(ids), "completion_tokens": 0}
+    answer.pending.append(Event(job.id, "done", finish="stop", usage=usage, result=result))
+    return answer
 
 
 class ChunkTimes:
