@@ -379,7 +379,7 @@ class PrefillRunner:
     def head_ops(self) -> AbstractContextManager[None]:
         """Let the kernels of steps multiply with a packed head while the block runs; on a CPU it runs as it is."""
         self.kernels()
-        if self._short is None:
+        if self._short is None or not prompt_kernels.packed_heads(self.model.hf_model):
             return nullcontext()
         return self._short.step(matmuls=MatmulTable(*self.batch.steps.kernels.head_matmuls(self.model.hf_model)))
 
