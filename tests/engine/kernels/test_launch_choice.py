@@ -301,3 +301,7 @@ def test_a_graph_of_several_calls_is_timed_by_the_call(monkeypatch):
     # One call before the capture, and four in the graph: five took 0.1 ms.
     assert selfcheck.graph_us(lambda: runs.append("call"), device, calls=4) == pytest.approx(100 / 4)
     assert runs.count("call") == 5 and runs.count("event") == 6
+
+
+def test_a_card_without_kernels_has_no_way_to_multiply_with_a_head():
+    assert DeviceKernels().head_matmuls(torch.nn.Module()) == [None, None]

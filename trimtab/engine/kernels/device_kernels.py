@@ -368,7 +368,7 @@ class DeviceKernels:
     def head_matmuls(self, hf_model: HFModel) -> list[Matmul[LayerProduct] | None]:
         """Return the ways to multiply with a packed head, which no pass unpacks."""
         heads = packed_heads(hf_model)
-        return [matvec.matmul(heads, self._compiled), many_rows.matmul(heads, self.rows, least=2, most=many_rows.MOST_TOKENS)]
+        return [matvec.matmul(heads, self.matvec), many_rows.matmul(heads, self.rows, least=2, most=many_rows.MOST_TOKENS)]
 
     def pays(self, group: Sequence[Leaf]) -> bool:
         """Whether one launch of ours is worth it for a group of this shape; a little slower, it still saves the adapters'
