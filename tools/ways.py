@@ -232,6 +232,7 @@ TABLE = (
         {
             "engine/towers/graphs.py:TowerOps.running": "ShortOps.step for towers",
             "engine/prefill/prefill.py:PrefillRunner._short_ops": "ShortOps.step for chunks",
+            "engine/prefill/prefill.py:PrefillRunner.head_ops": "ShortOps.step for a packed head",
             "engine/decode/decode_step.py:DecodeStep._being_captured": "AdapterStore.applying in a capture",
         },
     ),

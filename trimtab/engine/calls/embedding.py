@@ -183,7 +183,7 @@ class PromptScores(TextPass):
         prompts = prompt.batch.prompts
         assert prompt.states is not None
         known = self._done - (prompt.done_tokens - len(prompt.states))  # of a prompt that started again
-        if known == len(prompt.states):
+        if known >= len(prompt.states):
             return
         rows = MAX_ROWS if self._model.plan.execution.head == "int8" else PIECE_TOKENS
         with prompts.head_ops(), nullcontext() if prompts.room is None else prompts.room.using():
