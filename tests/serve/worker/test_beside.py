@@ -10,6 +10,7 @@ import trimtab
 from tests import stock
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.calls.embedding import PIECE_TOKENS, PromptScores
+from trimtab.engine.prefill import stock_pass
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Job
@@ -383,7 +384,10 @@ def test_modules_compute_a_text_whose_states_are_not_to_be_had_when_its_turn_com
     for file in ("selection", "prefill"):
         monkeypatch.setattr(f"trimtab.engine.prefill.{file}.knows_padding", lambda prompts: False)
     monkeypatch.setattr(chunked, "begin", lambda *_: answer)
+    passes, computed = [], stock_pass._computed
+    monkeypatch.setattr(stock_pass, "_computed", lambda *args, **options: (passes.append(1), computed(*args, **options))[1])
     found = run(chunked, one)["a"]
+    assert passes
     vectors, texts, scores = zip(
         *((numbers(events), drawn(events), probabilities(events)) for events in (alone, found)), strict=True
     )

@@ -97,9 +97,7 @@ def may_be_open(prompts: Passes) -> bool:
     return prompts.batch.rows > 1 and not prompts.batch.is_invariant and prompts.may_be_cut
 
 
-def ends_in_step(
-    prompt: PrefillState, batch: Rows, may_end_at: Callable[[int], bool] = lambda _: True
-) -> bool:  # fmt: skip
+def ends_in_step(prompt: PrefillState, batch: Rows, may_end_at: Callable[[int], bool] = lambda _: True) -> bool:
     """Return whether a step computes a prompt's last token. may_end_at: whether a chunk may end before a token.
 
     Without active rows no step would run anyway. Rows of a group copy the logits of one prompt, and the placeholder of an image or
