@@ -22,13 +22,13 @@ planning/plan (plan): chart<picture plan<module_tree plan table
 planning/memory (plan): activations adapters<adapter_room media<media_memory prefix_cache<prefix_memory prompts<prompt_memory
     towers<tower_memory
 planning (plan): __init__ candidates<head_cost options planner planner<unpacked placing<step_work search search<reasons
-engine/cuda (runtime): capture_stream<capturing check_cache<kept_checks launch_config<cuts nvrtc nvrtc<product_cuts
+engine/cuda (runtime): nvrtc<capturing check_cache<kept_checks launch_config<cuts nvrtc nvrtc<product_cuts
     shipped_configs<launch_configs
 engine/formats (runtime): bitsandbytes<quant bitsandbytes<importing int8_head<head8
 engine/tiers (runtime): reader<read reader<arena streaming<spill streaming<tiers
 engine/memory (runtime): graph_cache graph_cache<form_uses out_of_memory rates<devices reserve<transient_room
-    shared_pool<prompt_room shared_pool<memory_segments step_memory
-engine/lora (runtime): attached<attached_adapter base_values fewer_ops<short_ops store<held_adapter layers<lora mixes
+    shared_pool<prompt_room shared_pool<memory_segments graph_cache<step_memory
+engine/lora (runtime): store<attached_adapter base_values fewer_ops<short_ops store<held_adapter layers<lora mixes
     routers store<adapter_store
 engine/layers (runtime): leaves leaves<tables leaves<unpacked_weights
 engine/kv (runtime): int8<hf_kv_int8 kv_cache<hf_slots sequence<kv_pages prefix_layout prefix_store
@@ -46,7 +46,7 @@ engine/loader (runtime): anatomy_builder load processor<hf_processor tracing<pro
 engine/templates (runtime): budget<template_budget costs<template_costs budget<hf_templates
 engine/chat (runtime): answer_forms answer_reader call_values content_parts control_tokens marks media media_check media_headers
     prompt<chat control_tokens<turn_end
-engine/prefill (runtime): encoder_cache selection<open_prompts layouts<prompt_layouts packing<packed_prompts
+engine/prefill (runtime): encoder_cache rows<open_prompts packing<prompt_layouts packing<packed_prompts
     prefill<prefill_graphs prefix_cache rows<prompt_job stock_pass<hf_own_pass tower_passes warm_up<capture_ahead
 engine/batch (runtime): batch generate kept_batch request<batch_request request<hf_generate request<finite kept_batch<turns
 engine/calls (runtime): batch_calls<many conversation embedding embedding<inner embedding<prompt_scores
@@ -71,9 +71,9 @@ runtime/ends (engine/kernels/embed_and_logits): with_argmax<with_likeliest argma
 runtime/packed_prefill (engine/passes/chunk_forward): Buffers<PackBuffers
 runtime/hf_gemma4 (engine/families/step): TokenPositions<Where
 runtime/hf_gemma4 (engine/families/families): why_not ACTIVATIONS
-runtime/hf_gemma4_last (engine/prefill/selection): select_adapter
-runtime/hf_gemma4_chunk (engine/prefill/selection): layers_of
-runtime/open_prompts (engine/prefill/selection): may_be_open<are_possible
+runtime/hf_gemma4_last (engine/prefill/rows): select_adapter
+runtime/hf_gemma4_chunk (engine/prefill/rows): layers_of
+runtime/open_prompts (engine/prefill/rows): may_be_open<are_possible
 runtime/routers (engine/lora/layers): RouterAdapter
 runtime/step_capture (engine/memory/graph_cache): REPLAY_TOLERANCE
 runtime/step_capture (engine/tiers/streaming): in_pass

@@ -7,10 +7,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from tests.engine.families.test_chunk_layers import *
-from trimtab.engine.prefill import selection
+from trimtab.engine.prefill import rows
 
 
 @pytest.fixture(autouse=True)
 def in_float32(monkeypatch):
     """Those tests are of float32, so that a tolerance says something; there the modules would be faster."""
-    monkeypatch.setattr(selection, "pays", lambda *_: True)
+    monkeypatch.setattr(rows, "pays", lambda *_: True)

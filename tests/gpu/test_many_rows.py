@@ -7,7 +7,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from tests.engine.decode.test_graphs import ASKED, answers, demo, joined
-from trimtab.engine.cuda.capture_stream import side_stream
+from trimtab.engine.cuda.nvrtc import side_stream
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 import trimtab
 from tests import pico, stock
 from tests.engine.loader.test_load import inputs_of
-from trimtab.engine.cuda.capture_stream import side_stream
+from trimtab.engine.cuda.nvrtc import side_stream
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning

@@ -12,7 +12,7 @@ import trimtab
 from tests import pico
 from tests.engine.prefill.test_prefill import DEVICE, TOLERANCE, answered, differ, eager, ids, picture
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.cuda.capture_stream import side_stream
+from trimtab.engine.cuda.nvrtc import side_stream
 from trimtab.engine.memory.graph_cache import GraphCache
 from trimtab.engine.memory.shared_pool import PrefillMemoryPool
 

@@ -13,7 +13,7 @@ from tests.engine.towers.test_tower_graphs import same
 from tests.engine.towers.test_tower_ops import *
 from tests.engine.towers.test_tower_ops import CHANCE, TOLERANCE, far, loaded, ops_of
 from trimtab.engine.formats.bitsandbytes import quantize
-from trimtab.engine.formats.matmul_table import MatmulTable
+from trimtab.engine.formats.packed import MatmulTable
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import PromptKernels

@@ -29,7 +29,7 @@ def test_the_record_has_every_number_and_no_other():
 
 def test_the_lines_of_every_format_beyond_the_first_are_counted():
     package, known = house.House().package, {one for found in house.FORMATS.values() for one in found}
-    general = {"record", "packed", "kernels", "weights", "__init__", "hf_types", "matmul_table", "coded_files", "int8_head"}
+    general = {"record", "packed", "kernels", "weights", "__init__", "hf_types", "coded_files", "int8_head"}
     rooms_of = (package / "formats", package / "engine" / "formats")
     files = {file for room in rooms_of for file in room.glob("*.py") if file.stem not in general | {"bitsandbytes"}}
     files |= {

@@ -12,8 +12,8 @@ from torch import Tensor
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.layers.context import EngineContext
 from trimtab.engine.layers.leaves import PackedTable, ResidentLeaf
+from trimtab.engine.memory.graph_cache import extra_bytes
 from trimtab.engine.memory.rates import process_on_gpu
-from trimtab.engine.memory.step_memory import extra_bytes
 from trimtab.errors import gib
 from trimtab.machine.memory import peak_host_bytes
 from trimtab.planning.planner import ITEM

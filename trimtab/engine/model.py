@@ -22,7 +22,7 @@ from trimtab.engine.batch import kept_batch
 from trimtab.engine.batch.kept_batch import KeptBatch, Turns
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.media import several
-from trimtab.engine.cuda.capture_stream import wait_for_all
+from trimtab.engine.cuda.nvrtc import wait_for_all
 from trimtab.engine.kv.sequence import Inputs, lost_words
 from trimtab.engine.layers.leaves import UnpackedWeights, keep_unpacked
 from trimtab.engine.loader import processor as hf_processor
@@ -30,9 +30,8 @@ from trimtab.engine.loader import transformers_model as hf
 from trimtab.engine.loader.load import Loaded, Progress, fill
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora import mixes
-from trimtab.engine.lora.attached import AttachedAdapter, Fitting
 from trimtab.engine.lora.base_values import BaseValues, base_values
-from trimtab.engine.lora.store import ADAPTER_DTYPE, TOWERS, AdapterStore, HeldAdapter
+from trimtab.engine.lora.store import ADAPTER_DTYPE, TOWERS, AdapterStore, AttachedAdapter, Fitting, HeldAdapter
 from trimtab.engine.memory import reserve as transient_room
 from trimtab.engine.memory.out_of_memory import naming_out_of_memory
 from trimtab.engine.memory.rates import bound_stacks, bound_workspaces

@@ -16,7 +16,7 @@ from trimtab.engine.batched_lora.columns import LARGEST_ERROR, Columns, Dequanti
 from trimtab.engine.batched_lora.table import groups_of
 from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats.bitsandbytes import quantize
-from trimtab.engine.formats.matmul_table import MatmulTable
+from trimtab.engine.formats.packed import MatmulTable
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.autotune import RandomWeights

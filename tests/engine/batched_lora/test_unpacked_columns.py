@@ -21,7 +21,7 @@ from trimtab.engine.families.chunk import ChunkLayers
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.layers.leaves import UnpackedWeights
 from trimtab.engine.lora.store import Selection
-from trimtab.engine.prefill.selection import layers_of
+from trimtab.engine.prefill.rows import layers_of
 from trimtab.errors import DeviceError
 from trimtab.planning.planner import COLUMNS, ITEM, unpacked_bytes
 

@@ -21,8 +21,8 @@ from trimtab.engine.batch.batch import Batch
 from trimtab.engine.decode import decode_step, step_capture, step_choice
 from trimtab.engine.kv import sequence
 from trimtab.engine.layers import leaves
+from trimtab.engine.memory import graph_cache
 from trimtab.engine.memory import reserve as transient_room
-from trimtab.engine.memory import step_memory
 from trimtab.engine.memory.graph_cache import GraphCache, check_replay
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import DeviceError, RequestError
@@ -495,7 +495,7 @@ def test_preparing_does_nothing_where_steps_are_not_captured(model):
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
 def test_preparing_ends_at_the_most_graphs_and_where_capturing_fails(model, replayed, monkeypatch):
-    monkeypatch.setattr(step_memory, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(graph_cache, "MOST_GRAPHS", 2)
     batch = Batch(model, rows=8)
     batch.prepare()
     assert batch.steps.captures == 2 and len(batch.steps._graphs) == 2

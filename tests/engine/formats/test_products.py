@@ -20,8 +20,7 @@ from tests.raised import raised, refused
 from trimtab.engine.formats import bitsandbytes as quant
 from trimtab.engine.formats import weights
 from trimtab.engine.formats.bitsandbytes import quantize, without_compiler, without_hub_kernels
-from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
-from trimtab.engine.formats.packed import PlainShell
+from trimtab.engine.formats.packed import Matmul, MatmulTable, PlainShell
 from trimtab.engine.layers.leaves import ResidentLeaf
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore, Selection

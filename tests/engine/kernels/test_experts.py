@@ -18,9 +18,8 @@ from trimtab.engine.kernels import experts as ours
 from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.selfcheck import relative_error
 from trimtab.engine.lora import experts as host
-from trimtab.engine.lora.attached import Holders
 from trimtab.engine.lora.layers import ExpertsAdapter, StackChange
-from trimtab.engine.lora.store import AdapterStore
+from trimtab.engine.lora.store import AdapterStore, Holders
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32

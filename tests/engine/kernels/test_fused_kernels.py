@@ -14,7 +14,7 @@ from tests.engine.decode.test_graphs import ASKED, answers, demo, joined, replay
 from trimtab.engine.batched_lora import table as slots
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.decode import decode_step
-from trimtab.engine.formats.matmul_table import MatmulTable
+from trimtab.engine.formats.packed import MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import dequantize as prompt_kernels

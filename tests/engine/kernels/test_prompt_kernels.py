@@ -13,7 +13,7 @@ from tests.cuda_on_cpu.modules import prompts as cpu_module
 from tests.engine.kernels.test_many_rows import random
 from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats.bitsandbytes import quantize
-from trimtab.engine.formats.matmul_table import MatmulTable
+from trimtab.engine.formats.packed import MatmulTable
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import PromptKernels, add, unpack, wrong_add, wrong_unpack

@@ -14,7 +14,7 @@ from tests.engine.kernels.test_fused_kernels import MANY_STEP_TOLERANCE, on_cpu,
 from tests.engine.prefill.test_prefill import answered, differ, eager, ids, in_chunks
 from tests.planning.values.test_execution import E4B, plan
 from trimtab.engine.families import check
-from trimtab.engine.formats.matmul_table import MatmulTable
+from trimtab.engine.formats.packed import MatmulTable
 from trimtab.engine.formats.weights import dequantize, shell
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows

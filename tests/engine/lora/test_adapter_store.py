@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.engine.lora.attached import Holders
-from trimtab.engine.lora.store import BASE, EAGER, AdapterStore, Selection, covered
+from trimtab.engine.lora.store import BASE, EAGER, AdapterStore, Holders, Selection, covered
 from trimtab.errors import RequestError
 
 CPU = torch.device("cpu")

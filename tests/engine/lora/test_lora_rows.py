@@ -17,9 +17,8 @@ from tests.raised import raised, refused
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.lora.attached import Holders
 from trimtab.engine.lora.layers import SavedModule, attach_fitted, detach, fit
-from trimtab.engine.lora.store import AdapterStore
+from trimtab.engine.lora.store import AdapterStore, Holders
 from trimtab.errors import AdapterError
 
 # PEFT and bitsandbytes warn about biases that cannot be merged, casts to float16 and their own calls into torch.

@@ -24,9 +24,8 @@ from trimtab.engine.layers.leaves import ResidentLeaf
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora import mixes
-from trimtab.engine.lora.attached import Holders
 from trimtab.engine.lora.fewer_ops import ShortAdapters, ShortOps
-from trimtab.engine.lora.store import EAGER, AdapterStore
+from trimtab.engine.lora.store import EAGER, AdapterStore, Holders
 
 # PEFT and bitsandbytes warn about biases that cannot be merged, casts to float16 and their own calls into torch.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

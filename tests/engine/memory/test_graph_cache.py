@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trimtab.engine.cuda import capture_stream as capturing
+from trimtab.engine.cuda import nvrtc as capturing
 from trimtab.engine.memory import graph_cache
 from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Policy
 from trimtab.errors import DeviceError, RequestError

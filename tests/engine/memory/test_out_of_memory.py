@@ -19,8 +19,8 @@ from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.kernels.selfcheck import KernelFamily
 from trimtab.engine.loader import head_kernel as head8_choice
-from trimtab.engine.lora.attached import AttachedAdapter, Holders
-from trimtab.engine.memory import step_memory
+from trimtab.engine.lora.store import AttachedAdapter, Holders
+from trimtab.engine.memory import graph_cache
 from trimtab.engine.memory.graph_cache import GraphCache
 from trimtab.engine.memory.out_of_memory import is_out_of_memory, naming_out_of_memory, reason_of
 from trimtab.errors import AdapterError, DeviceError, DoesNotFitError
@@ -126,7 +126,7 @@ def _parts():
 @CPU_ONLY
 def test_steps_beyond_the_plan_that_do_not_fit_name_the_batch(model, monkeypatch):
     monkeypatch.setattr(model, "plan", replace(model.plan, gpu_budget_bytes=model.plan.gpu_needed_bytes))
-    error = raised(DoesNotFitError, step_memory.check_room, model, 8, "fused")
+    error = raised(DoesNotFitError, graph_cache.check_room, model, 8, "fused")
     assert error.needed_bytes > error.budget_bytes == 0 and "batch=8" in error.hint
 
 
@@ -134,10 +134,10 @@ def test_steps_beyond_the_plan_that_do_not_fit_name_the_batch(model, monkeypatch
 def test_so_many_graphs_are_kept_as_were_counted(model, replayed, monkeypatch):
     full = replace(model.plan, gpu_budget_bytes=model.plan.gpu_needed_bytes)
     monkeypatch.setattr(model, "plan", full)
-    monkeypatch.setattr(step_memory, "extra_bytes", lambda *args: 0)
-    counted = step_memory.most_graphs(model, 2)
+    monkeypatch.setattr(graph_cache, "extra_bytes", lambda *args: 0)
+    counted = graph_cache.most_graphs(model, 2)
     monkeypatch.setattr(model, "plan", replace(full, gpu_budget_bytes=full.gpu_needed_bytes + 2**34))
-    assert counted < step_memory.most_graphs(model, 2) == step_memory.MOST_GRAPHS
+    assert counted < graph_cache.most_graphs(model, 2) == graph_cache.MOST_GRAPHS
 
 
 # Adapters that come later ---------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from tests.engine.prefill.test_prefix_cache import keeping
 from tests.lent import lent
 from tests.long_runs import crossed
 from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.prefill import selection
 from trimtab.engine.prefill.packing import ADAPTER_INSIDE, PACKED_WEIGHTS, choose_shape
+from trimtab.engine.prefill.rows import ends_in_step
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 
@@ -200,7 +200,7 @@ def test_where_the_prompt_goes_through_by_itself(why):
         prompt.may_end_in_step = why != "not asked for"
         if why == "a placeholder":
             prompt.row.token_ids[-1] = next(iter(batch.prompts.placeholders))
-            assert not selection.ends_in_step(prompt, prompt.batch)
+            assert not ends_in_step(prompt, prompt.batch)
             return
         while not prompt.step():
             pass
@@ -216,7 +216,7 @@ def test_batch_invariant_prompts_go_through_by_themselves():
         prompt = batch.begin(model.prepare(ids(20)), REQUEST)
         prompt.may_end_in_step = True
         batch.active.append(prompt.row)
-        assert not selection.ends_in_step(prompt, prompt.batch)
+        assert not ends_in_step(prompt, prompt.batch)
 
 
 def test_it_cannot_join_with_a_token_that_nobody_has_drawn():

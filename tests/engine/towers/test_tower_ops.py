@@ -22,7 +22,7 @@ from tests.engine.prefill.test_prefill import WITH_PICTURES, eager, in_chunks, p
 from tests.engine.towers.test_tower_graphs import MODE, same
 from tests.long_runs import FIRST, crossed
 from tests.planning.values.test_execution import E4B
-from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
+from trimtab.engine.formats.packed import Matmul, MatmulTable
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import LEAST_TOKENS, PAYING_RANK, PromptKernels

@@ -14,9 +14,9 @@ from tests.engine.prefill.test_prefix_cache import keeping
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.prefill import selection
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.engine.prefill.prefix_cache import PrefixCache
+from trimtab.engine.prefill.rows import ends_in_step
 from trimtab.errors import DeviceError
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Job
@@ -213,5 +213,5 @@ def test_a_prompt_that_may_not_end_before_its_last_token_goes_through_whole(tmp_
         company(batch)
         prompt = batch.begin(model.prepare([5, 6, 7]), REQUEST)
         prompt.may_end_in_step = True
-        assert selection.ends_in_step(prompt, prompt.batch)
-        assert not selection.ends_in_step(prompt, prompt.batch, lambda place: place != 2)
+        assert ends_in_step(prompt, prompt.batch)
+        assert not ends_in_step(prompt, prompt.batch, lambda place: place != 2)

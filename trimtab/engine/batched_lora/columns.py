@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.engine.batched_lora.table import groups_of, rank_of, why_not_plain
-from trimtab.engine.formats.matmul_table import MatmulTable
-from trimtab.engine.formats.packed import Packed
+from trimtab.engine.formats.packed import MatmulTable, Packed
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import layouts

@@ -19,10 +19,9 @@ from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels.experts import MEMBERS, ExpertLora, lora_tables
 from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.lora.attached import Fitting
 from trimtab.engine.lora.experts import DOWN, ExpertProduct
 from trimtab.engine.lora.layers import ExpertsAdapter, StackChange
-from trimtab.engine.lora.store import EAGER, TOWERS, AdapterStore, AdapterTable, Groups
+from trimtab.engine.lora.store import EAGER, TOWERS, AdapterStore, AdapterTable, Fitting, Groups
 from trimtab.errors import RequestError
 from trimtab.formats.record import rounds_change
 from trimtab.planning.values.execution import ADAPTER_SLOTS

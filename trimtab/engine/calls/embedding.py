@@ -14,7 +14,7 @@ from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.prompt import check_fits
 from trimtab.engine.formats.int8_head import MAX_ROWS
 from trimtab.engine.kv.sequence import Inputs
-from trimtab.engine.prefill.selection import returns_states
+from trimtab.engine.prefill.rows import returns_states
 from trimtab.engine.prefill.stock_pass import TextPass, whole_pass
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest, check_choice

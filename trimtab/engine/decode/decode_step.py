@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trimtab.engine.decode.step_capture import StepCapture
 from trimtab.engine.decode.step_choice import Fallback, StepChoice
-from trimtab.engine.formats.matmul_table import MatmulTable
+from trimtab.engine.formats.packed import MatmulTable
 from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels.device_kernels import DeviceKernels
@@ -25,10 +25,9 @@ from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache
 from trimtab.engine.layers import leaves
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora.store import EAGER
-from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Policy
+from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Policy, extra_bytes, most_graphs
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.engine.memory.rates import outside_torch
-from trimtab.engine.memory.step_memory import extra_bytes, most_graphs
 from trimtab.errors import gib
 from trimtab.planning.values.execution import BUCKETS, CHOSEN_ON_HOST, KERNEL_ROWS
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from trimtab.engine.families.step import FusedStep
     from trimtab.engine.formats.hf_types import HFModel
     from trimtab.engine.layers.context import EngineContext
-    from trimtab.engine.lora.attached import Fitting
+    from trimtab.engine.lora.store import Fitting
 
 # Of this many rows: logits, or the result of `FusedStep`.
 Step = Callable[[int], Any]

@@ -10,8 +10,8 @@ import torch
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.device_kernels import EXPERTS, DeviceKernels
 from trimtab.engine.layers.leaves import Leaf
+from trimtab.engine.memory.graph_cache import check_room
 from trimtab.engine.memory.out_of_memory import naming_out_of_memory
-from trimtab.engine.memory.step_memory import check_room
 from trimtab.errors import DeviceError, DoesNotFitError
 from trimtab.planning.values.execution import CAPTURED, CHOSEN_ON_HOST, KERNEL_ROWS
 from trimtab.request import DECODE_MODES, check_choice

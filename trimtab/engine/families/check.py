@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer, Mlp, Norm, UndescribedError
 from trimtab.engine.families.families import describe
-from trimtab.engine.formats.matmul_table import MatmulTable
+from trimtab.engine.formats.packed import MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels.embed_and_logits import argmax_logits

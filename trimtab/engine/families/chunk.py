@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trimtab.engine.batched_lora.table import AdapterSlots, why_not_plain
 from trimtab.engine.families.decoder import DeltaNet
 from trimtab.engine.families.step import FusedStep, TokenPositions
-from trimtab.engine.formats.matmul_table import LayerProduct, MatmulTable
+from trimtab.engine.formats.packed import LayerProduct, MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels import gemv4 as matvec

@@ -14,7 +14,7 @@ from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.families.decoder import Attention, DeltaNet, Experts, Layer, Mlp, Norm
 from trimtab.engine.families.families import describe
 from trimtab.engine.families.mixture import Chosen, experts_of, routed
-from trimtab.engine.formats.matmul_table import Matmul, MatmulTable
+from trimtab.engine.formats.packed import Matmul, MatmulTable
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import delta_rule, layouts
 from trimtab.engine.kernels import embed_and_logits as ends

@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda.check_cache import KeptChecks
-from trimtab.engine.formats.matmul_table import Columns, LayerProduct, Matmul
-from trimtab.engine.formats.packed import Packed
+from trimtab.engine.formats.packed import Columns, LayerProduct, Matmul, Packed
 from trimtab.engine.formats.weights import dequantize, dequantize_at
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.gemv4 import LoraColumns

@@ -15,8 +15,7 @@ from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.check_cache import KeptChecks
 from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig
-from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
-from trimtab.engine.formats.packed import Packed
+from trimtab.engine.formats.packed import LayerProduct, Matmul, Packed
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import delta_rule, experts, layouts, routers

@@ -11,8 +11,7 @@ from torch import Tensor
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.formats import weights as formats
-from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
-from trimtab.engine.formats.packed import Packed
+from trimtab.engine.formats.packed import LayerProduct, Matmul, Packed
 from trimtab.engine.formats.weights import dequantize, dequantize_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import layouts

@@ -18,8 +18,7 @@ from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.launch_config import BLOCK, MAX_ROWS, CutKey, LaunchConfig
 from trimtab.engine.formats import weights as formats
-from trimtab.engine.formats.matmul_table import LayerProduct, Matmul
-from trimtab.engine.formats.packed import Packed
+from trimtab.engine.formats.packed import LayerProduct, Matmul, Packed
 from trimtab.engine.formats.weights import exact_rows
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import layouts

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.cuda.capture_stream import side_stream
 from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.cuda.nvrtc import side_stream
 from trimtab.engine.kernels.attention_and_norms import (
     ACTIVATIONS,
     AttentionShape,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trimtab.engine.formats.matmul_table import Columns, LayerProduct, Matmul
-from trimtab.engine.formats.packed import NoValues, Packed, Shell, is_narrow, widened
+from trimtab.engine.formats.packed import Columns, LayerProduct, Matmul, NoValues, Packed, Shell, is_narrow, widened
 from trimtab.engine.formats.weights import dequantize, dequantize_at, dequantize_rows, shell, unpacked_shell
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import AdapterStore

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trimtab.checkpoint.anatomy import ModuleRow, TensorRow
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.engine.cuda.capture_stream import wait_for_all
+from trimtab.engine.cuda.nvrtc import wait_for_all
 from trimtab.engine.formats.packed import CodeTables, Packed
 from trimtab.engine.formats.weights import quantize
 from trimtab.engine.loader.tracing import Expression

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trimtab.engine.formats.matmul_table import LayerProduct, MatmulTable
+from trimtab.engine.formats.packed import LayerProduct, MatmulTable
 from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import TOWERS, AdaptedLayer, AdapterStore, EagerAdapters, Groups, Place, Selection, covered
 

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from trimtab.adapters.adapter import AdapterSpec, AdapterTarget
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
-from trimtab.engine.lora.attached import AttachedAdapter, Fitting, Holders, PlainPlace
 from trimtab.engine.lora.base_values import BaseValues, LinearLayer, Product, TableLayer, base_values, finished
 from trimtab.engine.lora.experts import ExpertProduct, cover, matrices, uncover, why_no_lora
 from trimtab.engine.lora.routers import RouterModule, takes_lora
-from trimtab.engine.lora.store import TOWERS, AdaptedLayer, AdapterStore
+from trimtab.engine.lora.store import TOWERS, AdaptedLayer, AdapterStore, AttachedAdapter, Fitting, Holders, PlainPlace
 from trimtab.errors import AdapterError, RequestError
 from trimtab.formats.record import rounds_change
 

@@ -14,10 +14,18 @@ from torch import Tensor, nn
 from trimtab.adapter_names import check_weight, mix_name
 from trimtab.checkpoint.names import near_names
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.lora.attached import AttachedAdapter, Fitting, Holders, PlainPlace
 from trimtab.engine.lora.base_values import Product, TableLayer
 from trimtab.engine.lora.layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter, RouterAdapter
-from trimtab.engine.lora.store import ADAPTER_DTYPE, TOWERS, AdapterStore, HeldAdapter
+from trimtab.engine.lora.store import (
+    ADAPTER_DTYPE,
+    TOWERS,
+    AdapterStore,
+    AttachedAdapter,
+    Fitting,
+    HeldAdapter,
+    Holders,
+    PlainPlace,
+)
 from trimtab.errors import DoesNotFitError, RequestError, gib
 
 MOST_MIXES = 8

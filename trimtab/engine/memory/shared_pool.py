@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 
 from trimtab.checkpoint.anatomy import Anatomy
-from trimtab.engine.cuda.capture_stream import side_stream, wait_for_all
+from trimtab.engine.cuda.nvrtc import side_stream, wait_for_all
 from trimtab.engine.memory.graph_cache import GraphCache
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.engine.memory.reserve import torch_bytes
@@ -174,7 +174,7 @@ class PrefillMemoryPool:
         if not self._left and is_empty(self._index, self.handle):  # as it should be: nothing to compare
             return True
         left = self._blocks()
-        if not left <= self._left and gc.isenabled():  # it is off while a graph is captured (capture_stream.py)
+        if not left <= self._left and gc.isenabled():  # it is off while a graph is captured (nvrtc.py)
             gc.collect()
             left = self._blocks()
         is_clean = left <= self._left

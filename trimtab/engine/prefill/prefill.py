@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from weakref import WeakKeyDictionary
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.decode.step_choice import Fallback
 from trimtab.engine.families.chunk import ChunkLayers, LastLayers
-from trimtab.engine.formats.matmul_table import MatmulTable
+from trimtab.engine.formats.packed import MatmulTable
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels.dequantize import LEAST_TOKENS
@@ -24,16 +24,22 @@ from trimtab.engine.kv.sequence import PrefillState
 from trimtab.engine.layers import leaves
 from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.lora import fewer_ops as short_ops
-from trimtab.engine.memory.graph_cache import Body, FormUses, GraphCache, Inputs, Key, Policy
+from trimtab.engine.memory.graph_cache import Body, FormUses, GraphCache, Inputs, Key, Policy, extra_bytes
 from trimtab.engine.memory.rates import outside_torch
-from trimtab.engine.memory.step_memory import extra_bytes
 from trimtab.engine.passes import chunk_forward as hf_prefill
 from trimtab.engine.passes.chunk_forward import Chunk, Form, Piece
-from trimtab.engine.prefill import selection
-from trimtab.engine.prefill.layouts import Layouts, values_of
-from trimtab.engine.prefill.packing import PackedPrefill
-from trimtab.engine.prefill.rows import PromptJob, Rows, Stage
-from trimtab.engine.prefill.selection import knows_padding, reads_experts, select_adapter
+from trimtab.engine.prefill.packing import Layouts, PackedPrefill, values_of
+from trimtab.engine.prefill.rows import (
+    PromptJob,
+    Rows,
+    Stage,
+    chunks_of,
+    ends_in_step,
+    knows_padding,
+    may_be_open,
+    reads_experts,
+    select_adapter,
+)
 from trimtab.engine.prefill.tower_passes import TowerPasses, unloaded_error
 from trimtab.engine.towers.graphs import TowerOps, Towers
 from trimtab.engine.towers.pieces import PausedError
@@ -218,8 +224,8 @@ class PrefillRunner:
         kept = self.batch.prefixes.find(prompt, may_end_at=may_end_at)
         chunks: list[Chunk] | None = []
         if kept.tokens < inputs.prompt_tokens:
-            prompt.begin(ends_in_step=selection.ends_in_step(prompt, self.batch, may_end_at))
-            chunks = selection.chunks_of(prompt, self.sizes, kept.tokens, self.batch.prefixes, may_end_at)
+            prompt.begin(ends_in_step=ends_in_step(prompt, self.batch, may_end_at))
+            chunks = chunks_of(prompt, self.sizes, kept.tokens, self.batch.prefixes, may_end_at)
         if chunks is not None:
             job.begin(chunks, media, offset, self.serial_of(prompt.row.adapter), kept)
         return chunks is not None
@@ -253,7 +259,7 @@ class PrefillRunner:
         chunk = job.chunks[job.done]
         if most_tokens is not None and chunk.size > most_tokens and job.media is None and not prompt.returns_states:
             sizes = [size for size in self.sizes if size <= most_tokens] or [min(self.sizes)]
-            job.cut(selection.chunks_of(prompt, sizes, chunk.start, self.batch.prefixes) or [chunk])
+            job.cut(chunks_of(prompt, sizes, chunk.start, self.batch.prefixes) or [chunk])
             chunk = job.chunks[job.done]
         prompt.begin_chunk(chunk.size)
         piece = Piece(prompt.row.token_ids[: chunk.end], chunk.start, self.batch.cache.prompt_row)
@@ -404,7 +410,7 @@ class PrefillRunner:
         self.graph_bytes += max(outside_torch(self.device) - before, 0)
 
     def _prepare(self, token: int, adapter: str | None, sizes: Sequence[int]) -> None:
-        ends = (True, False) if selection.may_be_open(self) else (True,)
+        ends = (True, False) if may_be_open(self) else (True,)
         for size, is_last in product(sorted(sizes, reverse=True), ends):
             if not self.captures:
                 return
@@ -475,7 +481,11 @@ class PrefillRunner:
     @property
     def may_be_cut(self) -> bool:
         """Whether graphs of prompts that are cut into other chunks than the largest have room."""
-        return not self.captures or self._most_graphs() >= len(self.sizes) + CUT_GRAPHS
+        return not self.captures or self._has_cut_graphs
+
+    @cached_property
+    def _has_cut_graphs(self) -> bool:
+        return self._most_graphs() >= len(self.sizes) + CUT_GRAPHS
 
     def has_room_for(self, graphs: int, spare_bytes: int) -> bool:
         """Whether there is room for this many graphs beyond those of cut prompts, with this many bytes left over."""

@@ -255,6 +255,8 @@ class Prefixes:
 
     def __init__(self, batch: Rows) -> None:
         self.batch, self.model = batch, batch.model
+        # Where each pass copies weights, a cut takes longer than many openings save.
+        self.cuts_openings = batch.model.plan.is_whole
         self._unsaved: list[_Unsaved] = []
         # By row, of a cache of this layout.
         self._row_views: dict[int, RowViews] = {}
@@ -319,9 +321,8 @@ class Prefixes:
         least = (match.tokens + match.shared_tokens) / 2
         turns = [turn for turn in inputs.turns if least <= turn <= match.shared_tokens]
         shared, border, places = max(turns, default=match.shared_tokens), 0, set[int]()
-        # Where each pass copies weights, a cut takes longer than many openings save.
-        is_cut = self.model.plan.is_whole
-        for place, may_cut in ((shared, True), (inputs.opening, is_cut and inputs.opening - match.tokens >= LEAST_CUT_TOKENS)):
+        may_cut_opening = self.cuts_openings and inputs.opening - match.tokens >= LEAST_CUT_TOKENS
+        for place, may_cut in ((shared, True), (inputs.opening, may_cut_opening)):
             if place - match.tokens < LEAST_SAVED_TOKENS or any(mark.start < place < mark.end for mark in inputs.marks):
                 continue
             # A prompt leaves window - 1 positions at least: those that transformers keeps.

@@ -14,8 +14,7 @@ from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv import sequence
 from trimtab.engine.kv.sequence import Inputs, PrefillState, text_of
 from trimtab.engine.lora.store import covered
-from trimtab.engine.prefill import selection
-from trimtab.engine.prefill.rows import PrefillContext, Rows
+from trimtab.engine.prefill.rows import PrefillContext, Rows, ends_in_step
 from trimtab.engine.towers.pieces import PausedError
 
 
@@ -96,7 +95,7 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
     model = batch.model
     if not prompt.done_tokens:
         is_text = not prompt.inputs.has_media and prompt.logits is None
-        prompt.begin(ends_in_step=is_text and bool(batch.active) and selection.ends_in_step(prompt, batch))
+        prompt.begin(ends_in_step=is_text and bool(batch.active) and ends_in_step(prompt, batch))
         if not (prompt.inputs.has_media and batch.prompts.tower_passes.is_between_pieces(prompt)):
             batch.prefixes.resume(prompt)
     count = prompt.inputs.prompt_tokens

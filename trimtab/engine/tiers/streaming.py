@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from trimtab.engine.cuda.capture_stream import wait_for_all
+from trimtab.engine.cuda.nvrtc import wait_for_all
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.tiers.reader import HostMemory, Part, aligned, bytes_of
 from trimtab.errors import CheckpointError, DeviceError, RequestError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.formats.matmul_table import MatmulTable
+from trimtab.engine.formats.packed import MatmulTable
 from trimtab.engine.kernels.dequantize import PromptKernels, is_read
 from trimtab.engine.layers.leaves import HostLeaf, Leaf
 from trimtab.engine.lora.fewer_ops import ShortOps

@@ -21,7 +21,7 @@ from trimtab.engine.calls.embedding import Embedding, PromptScores
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.lora.store import HeldAdapter
 from trimtab.engine.model import LoadedModel
-from trimtab.engine.prefill.selection import returns_states
+from trimtab.engine.prefill.rows import returns_states
 from trimtab.errors import RequestError
 from trimtab.planning.memory.activations import passing_tokens
 from trimtab.request import GenerateRequest

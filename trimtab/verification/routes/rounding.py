@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trimtab.engine.formats.coded_files import packed_once
 from trimtab.engine.layers.leaves import Leaf
-from trimtab.engine.lora.attached import Fitting, Holders
 from trimtab.engine.lora.layers import EmbeddingAdapter, LinearAdapter
+from trimtab.engine.lora.store import Fitting, Holders
 from trimtab.verification.routes import teacher_forcing as forced
 from trimtab.verification.routes.alarm_rate import DRAWS
 
