@@ -166,8 +166,7 @@ TABLE = (
         {
             "engine/kernels/gemv4.py:matmul": "packed, a few rows",
             "engine/kernels/gemm4.py:matmul": "packed, more rows",
-            "engine/kernels/dequantize.py:PromptKernels.matmul": "dequantized for a product, with or without an adapter's columns",
-            "engine/layers/leaves.py:UnpackedWeights.matmul": "kept unpacked, with or without an adapter's columns",
+            "engine/layers/leaves.py:Dequantized": "by cuBLAS, kept dequantized or for a product, with or without columns",
             "engine/formats/weights.py:shell": "by the format's own library, or dequantized by torch",
             "engine/kernels/experts.py:experts": "chosen experts, packed",
         },

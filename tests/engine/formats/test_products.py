@@ -188,7 +188,7 @@ def refusing(leaf, x):
 def test_the_first_way_that_takes_the_rows_and_the_values_computes():
     leaf, other = layer(AdapterStore()), layer(AdapterStore())
     few, many = Matmul("gemv4", {leaf}, value(1), most=2), Matmul("gemm4", {leaf}, value(2), least=3, most=3)
-    table = MatmulTable(few, None, Matmul("kept", {leaf}, refusing), many, Matmul("dequantized", {leaf, other}, value(3)))
+    table = MatmulTable(few, None, Matmul("dequantized", {leaf}, refusing), many, Matmul("dequantized", {leaf, other}, value(3)))
     for rows, expected in ((1, 1), (2, 1), (3, 2), (4, 3)):
         with leaf.adapter_store.applying(None, table):
             assert float(leaf(X[:, :1].expand(1, rows, 8))[0, 0, 0]) == expected
@@ -203,12 +203,12 @@ def test_an_adapter_is_added_once_and_a_failed_pass_leaves_no_table():
     leaf.adapters["a"] = lora.LinearAdapter("language", 1.0, torch.ones(1, 8), torch.ones(4, 1))
     store.select(Selection("a"))
     change = X.sum(-1, keepdim=True).expand(1, 3, 4)
-    with store.applying(None, MatmulTable(Matmul("kept", {leaf}, value(2)))):
+    with store.applying(None, MatmulTable(Matmul("dequantized", {leaf}, value(2)))):
         assert torch.equal(leaf(X), 2 + change)
     # With columns both operands are theirs, and the adapter is inside; without it is added behind the same product.
     weight, with_columns = torch.ones(4, 8), (torch.ones(3, 9), torch.ones(4, 9))
     for operands, wanted in ((with_columns, torch.full((1, 3, 4), 9.0)), (None, X @ weight.T + change)):
-        way = Matmul("kept", {leaf}, lambda _, x, w=weight: x @ w.T, columns=lambda *_, operands=operands: operands)
+        way = Matmul("dequantized", {leaf}, lambda _, x, w=weight: x @ w.T, columns=lambda *_, operands=operands: operands)
         with store.applying(None, MatmulTable(way)):
             assert torch.equal(leaf(X), wanted)
     with pytest.raises(KeyboardInterrupt), store.applying(None, MatmulTable()):

@@ -130,7 +130,7 @@ class FusedStep:
         kept = {group[0] for group in groups if group[0] in many and self.joined(group) is not None}
         return MatmulTable(
             Matmul("gemv4", few, self._gemv4, most=cuts.MAX_ROWS),
-            Matmul("kept", kept, partial(self._gemm4, is_kept=True), max(cuts.MAX_ROWS, many_rows.PAYING_ROWS) + 1),
+            Matmul("dequantized", kept, partial(self._gemm4, is_kept=True), max(cuts.MAX_ROWS, many_rows.PAYING_ROWS) + 1),
             Matmul("gemm4", many, self._gemm4, cuts.MAX_ROWS + 1),
         )
 

@@ -339,9 +339,9 @@ def dequantized_shell(exact: Exact, packed: Packed, bias: Tensor | None, compute
     return product
 
 
-# gemv4: few rows over packed weights; gemm4: more of them. kept: cuBLAS over unpacked weights that the plan keeps; dequantized:
-# over one that is unpacked for this product.
-MatmulName = Literal["gemv4", "gemm4", "kept", "dequantized"]
+# gemv4: few rows over packed weights; gemm4: more of them. dequantized: cuBLAS over weights that the plan keeps so, or over one
+# that is dequantized for this product.
+MatmulName = Literal["gemv4", "gemm4", "dequantized"]
 Run = TypeVar("Run")
 # Of a layer, or of the layers over one input: (layer or layers, x [..., D_in]) -> [..., D_out].
 LayerProduct = Callable[..., Tensor | None]

@@ -18,7 +18,7 @@ from trimtab.engine.formats.weights import dequantize, dequantize_at
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.gemv4 import LoraColumns
 from trimtab.engine.kernels.selfcheck import KernelFamily, Times, first_reason, pair_us, random_values, relative_error
-from trimtab.engine.layers.leaves import GatheredTable, Leaf, PackedTable, ResidentLeaf
+from trimtab.engine.layers.leaves import Dequantized, GatheredTable, Leaf, PackedTable, ResidentLeaf
 from trimtab.engine.lora import fewer_ops as short_ops
 from trimtab.engine.lora import layers as lora
 from trimtab.formats.record import rounds_change, stored_format
@@ -230,7 +230,7 @@ def add_plain(module: nvrtc.Module, leaf: Leaf, adapter: lora.LinearAdapter, x: 
 
 
 @dataclass(eq=False)
-class PromptKernels:
+class PromptKernels(Dequantized):
     """The compiled module, and which of its two parts are used; None and False where torch or bitsandbytes compute.
 
     reasons: (what, why) of the parts that are not used. measured_us: name -> (ours, theirs).
@@ -246,25 +246,26 @@ class PromptKernels:
     def matmul(self, leaves: Collection[Leaf], columns: Columns | None = None) -> Matmul[LayerProduct] | None:
         """Return the way to multiply many rows with a weight that is unpacked here, into memory that all of them share; None where
         it is not used. columns: unpacks it with adapters."""
-        return Matmul("dequantized", set(leaves), self.product, LEAST_TOKENS, columns=columns) if self.unpacks else None
+        return self.way(set(leaves), LEAST_TOKENS, columns) if self.unpacks else None
 
-    def product(self, leaf: Leaf, x: Tensor, weight: Tensor | None = None) -> Tensor | None:
-        """Return a layer's product [..., D_out], None where the kernel does not know x or the weight. weight: that with columns."""
-        if weight is not None:
-            return functional.linear(x, weight, leaf.bias)
-        if x.dtype not in _TYPES:
+    def dense(self, leaves: Sequence[Leaf], x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """See `Dequantized`; None where the kernel does not know x or the weight of the one layer."""
+        if len(leaves) > 1 or x.dtype not in _TYPES:
             return None
-        packed = leaf.packed()
+        packed, room = leaves[0].packed(), self._weights.get(x.dtype)
         if not fits_type(packed, x.dtype) or not can_unpack(packed):
             return None
-        room = self._weights.get(x.dtype)
         if room is None or room.numel() < packed.shape[0] * packed.shape[1]:  # kept unpacked, but for layers such as this one
             return None
         weight = unpack(packed, room, self.module)
         if packed.static_scales is None:
-            return functional.linear(layouts.in_order(x, packed, self.module), weight, leaf.bias)
-        own = layouts.round_to_8(x.reshape(-1, x.shape[-1]), [packed], self.module, is_input=True)
-        return layouts.round_to_8(functional.linear(own, weight, leaf.bias), [packed], self.module, is_input=False)
+            return layouts.in_order(x, packed, self.module), weight
+        return layouts.round_to_8(x.reshape(-1, x.shape[-1]), [packed], self.module, is_input=True), weight
+
+    def rounded(self, leaf: Leaf, y: Tensor) -> Tensor:
+        """See `Dequantized`."""
+        packed = leaf.packed()
+        return y if packed.static_scales is None else layouts.round_to_8(y, [packed], self.module, is_input=False)
 
     def reserve(self, leaves: Sequence[Leaf], *, columns: int = 0) -> None:
         """Make room for the largest weight with this many columns behind each row; a capture must find it there."""

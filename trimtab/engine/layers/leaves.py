@@ -229,7 +229,35 @@ def compute_on_host(module: nn.Module) -> None:
     module.forward = forward  # type: ignore[method-assign]
 
 
-class UnpackedWeights:
+class Dequantized:
+    """The way to multiply by cuBLAS with weights of `Leaf`s that are dequantized: before, or for each product. Subclasses say where
+    a weight is."""
+
+    def dense(self, leaves: Sequence[Leaf], x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the input [..., K] and the weight [all D_out, K] of layers over x; None where there are none for these."""
+        raise NotImplementedError
+
+    def rounded(self, leaf: Leaf, y: Tensor) -> Tensor:
+        """Return a layer's product as its format rounds it."""
+        return y
+
+    def product(self, layers: Leaf | Sequence[Leaf], x: Tensor, weight: Tensor | None = None) -> Tensor | None:
+        """Return the product [..., D_out] of a layer, or of layers over one input; None without operands. weight: theirs with
+        columns, as x has them."""
+        leaves = (layers,) if isinstance(layers, Leaf) else layers
+        if len(leaves) > 1 and any(leaf.bias is not None for leaf in leaves):
+            return None
+        if weight is not None:
+            return functional.linear(x, weight, leaves[0].bias)
+        found = self.dense(leaves, x)
+        return None if found is None else self.rounded(leaves[0], functional.linear(*found, leaves[0].bias))
+
+    def way(self, layers: Collection[Leaf], least: int, columns: Columns | None) -> Matmul[LayerProduct]:
+        """Return the line of a table, for `least` rows and more. columns: gives weights with adapters."""
+        return Matmul("dequantized", layers, self.product, least, columns=columns)
+
+
+class UnpackedWeights(Dequantized):
     """The weights of some layers, of one type. Shapes: each [D_out, D_in]. columns: values behind each row, zeros at first; holds:
     the adapter in them, None for none. at_once: as of `weights.dequantize`. They are the bits that bitsandbytes unpacks. They lie
     in one piece of memory in the order of the modules: layers over one input that follow one another are one matrix. Behind each
@@ -308,16 +336,12 @@ class UnpackedWeights:
 
     def matmul(self, *, least: int = 1, columns: Columns | None = None) -> Matmul[LayerProduct]:
         """Return the way to multiply `least` rows and more with these weights. columns: gives them with adapters."""
-        return Matmul("kept", self.layers, self.product, least, columns=columns)
+        return self.way(self.layers, least, columns)
 
-    def product(self, layers: Leaf | Sequence[Leaf], x: Tensor, weight: Tensor | None = None) -> Tensor | None:
-        """Return the product [..., D_out] of a layer, or of layers over one input; None where x has another type than the weights,
-        or where these do not lie side by side. weight: theirs with columns."""
-        leaves = (layers,) if isinstance(layers, Leaf) else layers
-        weight = self.joined(leaves) if weight is None else weight
-        if weight is None or x.dtype != weight.dtype or (len(leaves) > 1 and any(leaf.bias is not None for leaf in leaves)):
-            return None
-        return functional.linear(x, weight, leaves[0].bias)
+    def dense(self, leaves: Sequence[Leaf], x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """See `Dequantized`; None where x has another type than the weights, or where these do not lie side by side."""
+        weight = self.joined(leaves)
+        return None if weight is None or x.dtype != weight.dtype else (x, weight)
 
 
 def keep_unpacked(model: PlacedModel) -> tuple[UnpackedWeights | None, int]:
