@@ -102,7 +102,7 @@ def _generators():
         torch = sys.modules["torch"]
         one = torch.default_generator  # `torch.manual_seed` formats the stack each time, for a GPU not yet used
         yield one.manual_seed, one.get_state, one.set_state
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized() or os.environ.get("TRIMTAB_TEST_DEVICE", "cpu") != "cpu":
             yield torch.cuda.manual_seed_all, torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all
 
 

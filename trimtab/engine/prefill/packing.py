@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -141,9 +142,13 @@ class PackedPrefill:
             return "modules of experts take the tokens of all rows as one"
         if prompts.captures and not self._has_products():
             return "there is no kernel for many rows"
-        if prompts.captures and not prompts.has_room_for(PACK_GRAPHS, SPARE_BYTES):
+        if prompts.captures and not self._has_room:
             return "their graphs have no room"
         return None
+
+    @cached_property
+    def _has_room(self) -> bool:
+        return self.prompts.has_room_for(PACK_GRAPHS, SPARE_BYTES)
 
     def _has_products(self) -> bool:
         """Whether the few tokens that pass the last layers are multiplied without unpacking weights."""
