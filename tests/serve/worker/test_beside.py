@@ -381,7 +381,7 @@ def test_modules_compute_a_text_whose_states_are_not_to_be_had_when_its_turn_com
     one = job("a", NUMBERS[:100], **fields)
     alone = run(chunked, one)["a"]
     answer = chunked.begin(one)
-    for file in ("selection", "prefill"):
+    for file in ("rows", "prefill"):
         monkeypatch.setattr(f"trimtab.engine.prefill.{file}.knows_padding", lambda prompts: False)
     monkeypatch.setattr(chunked, "begin", lambda *_: answer)
     passes, computed = [], stock_pass._computed
