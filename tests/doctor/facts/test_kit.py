@@ -11,6 +11,7 @@ import torch
 from tests.raised import raised
 from trimtab.doctor.facts import probe_kit as kits
 from trimtab.doctor.facts import tiny
+from trimtab.doctor.facts.bug import FIXED, PRESENT, Seen
 from trimtab.doctor.facts.probe_kit import EVERYWHERE, LLAMA_SPLIT, TOWERS_OFF, Kit
 
 CPU = torch.device("cpu")
@@ -209,12 +210,18 @@ def test_source_that_is_not_there_is_none(module):
     assert kits.installed_source(module, "not written anywhere in it") is None
 
 
-@pytest.mark.parametrize(("layer", "refusal"), [(torch.nn.LayerNorm(2), ValueError), (torch.nn.Linear(2, 2), AttributeError)])
-def test_one_error_of_peft_is_the_bug_and_no_other(layer, refusal):
-    if refusal is AttributeError:
-        del layer.weight
-    found = kits.adapted(torch.nn.Sequential(layer), refusal)
-    assert found.state == "present" and found.evidence.startswith(f"{refusal.__name__}: ")
-    with pytest.raises(refusal):
-        kits.adapted(torch.nn.Sequential(layer), AttributeError if refusal is ValueError else ValueError)
-    assert kits.adapted(torch.nn.Sequential(torch.nn.Linear(2, 2)), refusal).state == "fixed"
+@pytest.mark.parametrize(("kind", "words", "is_sign"), [
+    (ValueError, (), True), (ValueError, ("other", "wide"), True), ((KeyError, ValueError), ("wide",), True),
+    (ValueError, ("narrow",), False), (KeyError, (), False),
+])  # fmt: skip
+def test_an_error_of_its_kind_and_words_is_the_bug_and_no_other(kind, words, is_sign):
+    def refuse():
+        raise ValueError("too wide")
+
+    if is_sign:
+        fault = kits.error_of(refuse, kind, *words)
+        assert fault == "ValueError: too wide" and kits.seen(fault, "gone") == Seen(PRESENT, fault)
+    else:
+        with pytest.raises(ValueError, match="too wide"):
+            kits.error_of(refuse, kind, *words)
+    assert kits.seen(kits.error_of(int, kind, *words), "gone") == Seen(FIXED, "gone")

@@ -4,11 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import LLAMA_SPLIT, Kit, failure, on_cpu, quantized, unmark
+from trimtab.doctor.facts.probe_kit import LLAMA_SPLIT, Kit, error_of, failure, on_cpu, quantized, seen, unmark
+
+NOT_REPACKED = Seen(NOT_APPLICABLE, "this CPU has no AVX512-BF16, so bitsandbytes repacks nothing")
+
+
+def _offload(model: Any) -> None:
+    """Offload one of two decoder layers with accelerate's dispatch."""
+    from accelerate import dispatch_model
+
+    dispatch_model(model, on_cpu(LLAMA_SPLIT), force_hooks=True)
+
+
+def _repacked_layer(weight: Any) -> Any:
+    """Return a 4-bit layer of a weight that its first forward will repack, None on a CPU where none does."""
+    import torch
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    outputs, inputs = weight.shape
+    layer = Linear4bit(inputs, outputs, bias=False, compute_dtype=torch.bfloat16, compress_statistics=False, quant_type="nf4")
+    layer.weight = Params4bit(weight.bfloat16(), requires_grad=False, quant_type="nf4", compress_statistics=False)
+    layer.to("cpu").eval()
+    return layer if getattr(layer, "support_avx512bf16_for_cpu", False) else None
+
 
 A1_META_ITEM = Bug(
     title="A block with double-quantized 4-bit layers cannot be offloaded: .item() on a meta tensor",
@@ -33,17 +56,10 @@ A1_META_ITEM = Bug(
 
 
 def a1_meta_item(kit: Kit) -> Seen:
-    """Offload one of two double-quantized decoder layers with accelerate's dispatch."""
-    from accelerate import dispatch_model
-
+    """Offload one of two double-quantized decoder layers."""
     model = unmark(kit.load(kit.checkpoint("llama"), quant="nf4-dq", device_map={"": 0}))
-    try:
-        dispatch_model(model, on_cpu(LLAMA_SPLIT), force_hooks=True)
-    except RuntimeError as error:
-        if ".item()" not in str(error):
-            raise
-        return Seen(PRESENT, failure(error))
-    return Seen(FIXED, "a block of double-quantized layers was dispatched to the CPU")
+    fault = error_of(lambda: _offload(model), RuntimeError, ".item()")
+    return seen(fault, "a block of double-quantized layers was dispatched to the CPU")
 
 
 A2_4BIT_META_COPY = Bug(
@@ -71,16 +87,11 @@ A2_4BIT_META_COPY = Bug(
 
 
 def a2_4bit_meta_copy(kit: Kit) -> Seen:
-    """Offload one of two 4-bit decoder layers with accelerate's dispatch, and run it."""
-    from accelerate import dispatch_model
-
+    """Offload one of two 4-bit decoder layers, and run it."""
     model = unmark(kit.load(kit.checkpoint("llama"), quant="nf4", device_map={"": 0}))
-    dispatch_model(model, on_cpu(LLAMA_SPLIT), force_hooks=True)
-    try:
-        kit.forward(model)
-    except NotImplementedError as error:
-        return Seen(PRESENT, f"dispatched without an error; {failure(error)}")
-    return Seen(FIXED, "an offloaded 4-bit layer was run")
+    _offload(model)
+    fault = error_of(lambda: kit.forward(model), NotImplementedError)
+    return seen(fault and f"dispatched without an error; {fault}", "an offloaded 4-bit layer was run")
 
 
 A3_HF_INITIALIZED = Bug(
@@ -106,18 +117,12 @@ A3_HF_INITIALIZED = Bug(
 
 def a3_hf_initialized(kit: Kit) -> Seen:
     """Offload one of two decoder layers of a 4-bit and of an 8-bit model."""
-    from accelerate import dispatch_model
-
-    messages = []
+    faults = {}
     for quant in ("nf4", "int8"):
         model = kit.load(kit.checkpoint("llama"), quant=quant, device_map={"": 0})
-        try:
-            dispatch_model(model, on_cpu(LLAMA_SPLIT), force_hooks=True)
-        except TypeError as error:
-            if "_is_hf_initialized" not in str(error):
-                raise
-            messages.append(f"{quant}: {failure(error)}")
-    return Seen(PRESENT, "; ".join(messages)) if messages else Seen(FIXED, "4-bit and 8-bit layers were dispatched to the CPU")
+        faults[quant] = error_of(partial(_offload, model), TypeError, "_is_hf_initialized")
+    text = "; ".join(f"{quant}: {fault}" for quant, fault in faults.items() if fault)
+    return seen(text, "4-bit and 8-bit layers were dispatched to the CPU")
 
 
 A4_CPU_NOT_QUANTIZED = Bug(
@@ -195,11 +200,9 @@ def a6_auto_map_quantizes_cpu_layers(kit: Kit) -> Seen:
     with mock.patch(patched, return_value=on_cpu(LLAMA_SPLIT)), without_marks():
         model = unmark(kit.load(kit.checkpoint("llama"), quant="nf4", device_map="auto"))
     count = quantized(model.model.layers[1])["Linear4bit"]
-    try:
-        kit.forward(model)
-    except NotImplementedError as error:
-        return Seen(PRESENT, f"the layer on the CPU has {count} Linear4bit; {failure(error)}")
-    return Seen(FIXED, f"the layer on the CPU has {count} Linear4bit, and runs")
+    fault = error_of(lambda: kit.forward(model), NotImplementedError)
+    text = f"the layer on the CPU has {count} Linear4bit"
+    return seen(fault and f"{text}; {fault}", f"{text}, and runs")
 
 
 @contextmanager
@@ -237,12 +240,11 @@ A7_INT8_DETACH = Bug(
 
 def a7_int8_detach(kit: Kit) -> Seen:
     """Offload one of two 8-bit decoder layers, remove the hooks, and compare with the earlier answer."""
-    from accelerate import dispatch_model
     from accelerate.hooks import remove_hook_from_submodules
 
     model = unmark(kit.load(kit.checkpoint("llama"), quant="int8", device_map={"": 0}))
     before = kit.forward(model)
-    dispatch_model(model, on_cpu(LLAMA_SPLIT), force_hooks=True)
+    _offload(model)
     remove_hook_from_submodules(model)
     try:
         apart = float((kit.forward(model) - before).abs().max())
@@ -274,14 +276,11 @@ def a8_cpu_packing(kit: Kit) -> Seen:
     """Dequantize one 4-bit layer before a forward, after it, and after the state_dict() that should undo the packing."""
     import torch
     from bitsandbytes.functional import dequantize_4bit
-    from bitsandbytes.nn import Linear4bit, Params4bit
 
     true = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)) / 12
-    layer = Linear4bit(128, 128, bias=False, compute_dtype=torch.bfloat16, compress_statistics=False, quant_type="nf4")
-    layer.weight = Params4bit(true.bfloat16(), requires_grad=False, quant_type="nf4", compress_statistics=False)
-    layer.to("cpu").eval()
-    if not getattr(layer, "support_avx512bf16_for_cpu", False):
-        return Seen(NOT_APPLICABLE, "this CPU has no AVX512-BF16, so bitsandbytes repacks nothing")
+    layer = _repacked_layer(true)
+    if layer is None:
+        return NOT_REPACKED
 
     def error() -> float:
         unpacked = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float().reshape(true.shape)
@@ -315,16 +314,10 @@ A9_CPU_ROWS = Bug(
 def a9_cpu_rows(kit: Kit) -> Seen:
     """Run a 4-bit layer of 40 outputs on the CPU."""
     import torch
-    from bitsandbytes.nn import Linear4bit, Params4bit
 
-    layer = Linear4bit(64, 40, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
-    layer.weight = Params4bit(torch.ones(40, 64, dtype=torch.bfloat16), requires_grad=False, quant_type="nf4")
-    layer.to("cpu").eval()
-    if not getattr(layer, "support_avx512bf16_for_cpu", False):
-        return Seen(NOT_APPLICABLE, "this CPU has no AVX512-BF16, so bitsandbytes repacks nothing")
-    try:
-        with torch.no_grad():
-            output = layer(torch.ones(1, 64, dtype=torch.bfloat16))
-    except AssertionError as exc:
-        return Seen(PRESENT, f"64 inputs, 40 outputs: AssertionError: {exc}")
-    return Seen(FIXED, f"an output of shape {list(output.shape)}")
+    layer = _repacked_layer(torch.ones(40, 64))
+    if layer is None:
+        return NOT_REPACKED
+    with torch.no_grad():
+        fault = error_of(lambda: layer(torch.ones(1, 64, dtype=torch.bfloat16)), AssertionError)
+    return seen(fault and f"64 inputs, 40 outputs: {fault}", "64 inputs, 40 outputs: runs")

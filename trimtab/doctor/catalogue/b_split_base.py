@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import EVERYWHERE, TOWERS_OFF, Kit, behind_peft, failure
+from trimtab.doctor.facts.probe_kit import EVERYWHERE, TOWERS_OFF, Kit, behind_peft, error_of, failure, seen
 
 B1_MAP_DISCARDED = Bug(
     title="Loading an adapter with PEFT undoes the base's device map",
@@ -35,12 +35,16 @@ def b1_map_discarded(kit: Kit) -> Seen:
     model = kit.load(base, device_map=TOWERS_OFF)
     before = {key for key, place in model.hf_device_map.items() if place == "cpu"}
     after = kit.peft(model, adapter).hf_device_map
-    tower = model.model.vision_tower.encoder.layers[0].mlp.up_proj.linear.base_layer
-    is_offloaded = tower.weight.device.type == "meta"
     evidence = f"before: {', '.join(sorted(before))} on the CPU; after: {after}, the tower's offload hook is "
-    if is_offloaded and len(after) > 1:
+    if _is_tower_offloaded(model) and len(after) > 1:
         return Seen(FIXED, evidence + "there")
     return Seen(PRESENT, evidence + "gone")
+
+
+def _is_tower_offloaded(model: Any) -> bool:
+    """Return whether an adapted layer of the vision tower has no data, because an offload hook keeps it."""
+    weight = model.model.vision_tower.encoder.layers[0].mlp.up_proj.linear.base_layer.weight
+    return bool(weight.device.type == "meta")
 
 
 B2_REPLAN_DOUBLE_COUNT = Bug(
@@ -114,19 +118,14 @@ def b3_peft_map_keys(kit: Kit) -> Seen:
     """Give PEFT the map that loaded the base, without and with the empty key."""
     base = kit.checkpoint()
     adapter = kit.adapter(base, targets=EVERYWHERE)
-    messages = []
-    try:
-        kit.peft(kit.load(base, device_map=TOWERS_OFF), adapter, device_map=TOWERS_OFF)
-    except ValueError as error:
-        if "does not give any device" not in str(error):
-            raise
-        messages.append(f'without "": {failure(error)}')
+    model = kit.load(base, device_map=TOWERS_OFF)
+    fault = error_of(lambda: kit.peft(model, adapter, device_map=TOWERS_OFF), ValueError, "does not give any device")
+    faults = [f'without "": {fault}'] if fault else []
     model = kit.load(base, device_map=TOWERS_OFF)
     kit.peft(model, adapter, device_map={"model.vision_tower": "cpu", "model.audio_tower": "cpu", "": 0})
-    tower = model.model.vision_tower.encoder.layers[0].mlp.up_proj.linear.base_layer
-    if tower.weight.device.type != "meta":
-        messages.append('with "": the towers are not offloaded')
-    return Seen(PRESENT, "; ".join(messages)) if messages else Seen(FIXED, "both maps were kept")
+    if not _is_tower_offloaded(model):
+        faults.append('with "": the towers are not offloaded')
+    return seen("; ".join(faults), "both maps were kept")
 
 
 B4_SHARED_KV = Bug(
@@ -278,15 +277,11 @@ def b7_offload_kwargs(kit: Kit) -> Seen:
             kit.load(base, device_map=TOWERS_OFF), adapter, device_map=behind_peft(TOWERS_OFF), offload_buffers=True,
             ephemeral_gpu_offload=True,
         )  # fmt: skip
-    messages = [] if "offload_buffers" in passed else [f"offload_buffers dropped, dispatch_model got {sorted(passed)}"]
+    faults = [] if "offload_buffers" in passed else [f"offload_buffers dropped, dispatch_model got {sorted(passed)}"]
     to_disk = behind_peft({**TOWERS_OFF, "model.vision_tower": "disk"})
-    try:
-        kit.peft(kit.load(base, device_map=TOWERS_OFF, offload_folder=kit.folder), adapter, device_map=to_disk)
-    except ValueError as error:
-        if "offload_dir" not in str(error):
-            raise
-        messages.append(failure(error))
-    return Seen(PRESENT, "; ".join(messages)) if messages else Seen(FIXED, "both reached accelerate")
+    split = kit.load(base, device_map=TOWERS_OFF, offload_folder=kit.folder)
+    fault = error_of(lambda: kit.peft(split, adapter, device_map=to_disk), ValueError, "offload_dir")
+    return seen("; ".join([*faults, *([fault] if fault else [])]), "both reached accelerate")
 
 
 B8_WRONG_DEVICE = Bug(
@@ -335,14 +330,9 @@ def _run(layer: Any, what: str) -> Seen:
     for module, device in ((layer.base_layer, "cuda"), (layer.lora_A["default"], "cpu"), (layer.lora_B["default"], "cpu")):
         weight = torch.empty(module.weight.shape, device=device)
         module.weight = torch.nn.Parameter(weight, requires_grad=False)
-    try:
-        with torch.no_grad():
-            layer(torch.empty(1, 8, device="cuda"))
-    except RuntimeError as error:
-        if "same device" not in str(error):
-            raise
-        return Seen(PRESENT, f"{what}, matrices on the CPU: {failure(error)}")
-    return Seen(FIXED, f"{what}, matrices on the CPU: runs")
+    with torch.no_grad():
+        fault = error_of(lambda: layer(torch.empty(1, 8, device="cuda")), RuntimeError, "same device")
+    return seen(fault and f"{what}, matrices on the CPU: {fault}", f"{what}, matrices on the CPU: runs")
 
 
 B9_NATIVE_LOAD = Bug(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import LLAMA_SPLIT, Kit, failure, installed_source, quiet
+from trimtab.doctor.facts.probe_kit import LLAMA_SPLIT, Kit, error_of, failure, installed_source, quiet, seen
 
 C1_CATCHALL_DISK = Bug(
     title="A device map with \"\" and \"disk\" cannot be loaded: a tensor \"is on the meta device\"",
@@ -29,13 +29,9 @@ C1_CATCHALL_DISK = Bug(
 
 def c1_catchall_disk(kit: Kit) -> Seen:
     """Keep one of two decoder layers on disk, everything else by the empty key."""
-    try:
-        kit.load(kit.checkpoint("llama"), device_map={"model.layers.1": "disk", "": 0})
-    except ValueError as error:
-        if "is on the meta device" not in str(error):
-            raise
-        return Seen(PRESENT, failure(error))
-    return Seen(FIXED, 'a map with "" and "disk" was loaded')
+    path, device_map = kit.checkpoint("llama"), {"model.layers.1": "disk", "": 0}
+    fault = error_of(lambda: kit.load(path, device_map=device_map), ValueError, "is on the meta device")
+    return seen(fault, 'a map with "" and "disk" was loaded')
 
 
 C2_MERGE_DROPS_OFFLOADED = Bug(
@@ -100,13 +96,8 @@ C3_SAVE_SEQUENTIAL = Bug(
 def c3_save_sequential(kit: Kit) -> Seen:
     """Save a model of two layers, one of them offloaded, the rest placed by the empty key."""
     model = kit.load(kit.checkpoint("llama"), device_map={"model.layers.1": "cpu", "": 0})
-    try:
-        model.save_pretrained(str(kit.folder / "c3"))
-    except AttributeError as error:
-        if "weights_map" not in str(error):
-            raise
-        return Seen(PRESENT, failure(error))
-    return Seen(FIXED, 'a model with "" and "cpu" in its map was saved')
+    fault = error_of(lambda: model.save_pretrained(str(kit.folder / "c3")), AttributeError, "weights_map")
+    return seen(fault, 'a model with "" and "cpu" in its map was saved')
 
 
 C4_CATCHALL_PEAK = Bug(
@@ -240,13 +231,8 @@ def c7_device_objects(kit: Kit) -> Seen:
 
     here = torch.device("cpu")
     places = {name: "disk" if place == "cpu" else here for name, place in LLAMA_SPLIT.items()}
-    try:
-        kit.forward(kit.load(kit.checkpoint("llama"), device_map=places))
-    except SafetensorError as error:
-        if "is invalid" not in str(error):
-            raise
-        return Seen(PRESENT, failure(error))
-    return Seen(FIXED, "device objects and disk work together")
+    fault = error_of(lambda: kit.forward(kit.load(kit.checkpoint("llama"), device_map=places)), SafetensorError, "is invalid")
+    return seen(fault, "device objects and disk work together")
 
 
 C8_LAYER_SCALAR = Bug(

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import TOWERS_OFF, Kit, failure
+from trimtab.doctor.facts.probe_kit import TOWERS_OFF, Kit, error_of, seen
+
+TABLE = "embed_tokens_per_layer"
+LANGUAGE = ("embed_tokens", TABLE, "layers", "norm", "rotary_emb", "per_layer_model_projection", "per_layer_projection_norm")
+PARTS: tuple[str, ...] = (
+    "lm_head", *(f"model.{name}" for name in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")),
+    *(f"model.language_model.{name}" for name in LANGUAGE),
+)  # fmt: skip
 
 D1_CLIPPABLE = Bug(
     title="Broad LoRA targets on Gemma 4 are refused: \"Target module Gemma4ClippableLinear is not supported\"",
@@ -36,13 +44,9 @@ def d1_clippable(kit: Kit) -> Seen:
     """Create PEFT adapters on every q_proj of a tiny Gemma 4 with towers."""
     from peft import LoraConfig, get_peft_model
 
-    try:
-        get_peft_model(kit.load(kit.checkpoint()), LoraConfig(r=4, target_modules=["q_proj"]))
-    except ValueError as error:
-        if "Gemma4ClippableLinear" not in str(error):
-            raise
-        return Seen(PRESENT, failure(error))
-    return Seen(FIXED, "adapters were put on every q_proj, those of the towers too")
+    model, config = kit.load(kit.checkpoint()), LoraConfig(r=4, target_modules=["q_proj"])
+    fault = error_of(lambda: get_peft_model(model, config), ValueError, "Gemma4ClippableLinear")
+    return seen(fault, "adapters were put on every q_proj, those of the towers too")
 
 
 D2_AUDIO_FINFO = Bug(
@@ -64,13 +68,9 @@ D2_AUDIO_FINFO = Bug(
 
 def d2_audio_finfo(kit: Kit) -> Seen:
     """Run a 4-bit Gemma 4 with an audio clip."""
-    try:
-        kit.forward(kit.load(kit.checkpoint(), quant="nf4", device_map={"": 0}), "audio")
-    except TypeError as error:
-        if "torch.finfo()" not in str(error):
-            raise
-        return Seen(PRESENT, failure(error))
-    return Seen(FIXED, "a 4-bit Gemma 4 processed audio")
+    model = kit.load(kit.checkpoint(), quant="nf4", device_map={"": 0})
+    fault = error_of(lambda: kit.forward(model, "audio"), TypeError, "torch.finfo()")
+    return seen(fault, "a 4-bit Gemma 4 processed audio")
 
 
 D3_SDPA_AUDIO = Bug(
@@ -93,13 +93,9 @@ D3_SDPA_AUDIO = Bug(
 
 def d3_sdpa_audio(kit: Kit) -> Seen:
     """Load a Gemma 4 with an audio tower and the text "sdpa"."""
-    try:
-        kit.load(kit.checkpoint(), attn_implementation="sdpa")
-    except ValueError as error:
-        if "does not support an attention implementation" not in str(error):
-            raise
-        return Seen(PRESENT, failure(error))
-    return Seen(FIXED, 'attn_implementation="sdpa" was accepted')
+    words = "does not support an attention implementation"
+    fault = error_of(lambda: kit.load(kit.checkpoint(), attn_implementation="sdpa"), ValueError, words)
+    return seen(fault, 'attn_implementation="sdpa" was accepted')
 
 
 D4_EMBED_OFFLOAD = Bug(
@@ -121,19 +117,10 @@ D4_EMBED_OFFLOAD = Bug(
 
 def d4_embed_offload(kit: Kit) -> Seen:
     """Run a text through a Gemma 4 whose embedding table, and the head tied to it, are offloaded."""
-    language = "model.language_model"
-    resident = ["layers", "norm", "rotary_emb", "per_layer_model_projection", "per_layer_projection_norm"]
-    places: dict[str, int | str] = {f"{language}.{name}": 0 for name in (*resident, "embed_tokens_per_layer")}
-    places |= dict.fromkeys(("vision_tower", "audio_tower", "embed_vision", "embed_audio"), 0)
-    places = {name if name.startswith("model.") else f"model.{name}": place for name, place in places.items()}
-    model = kit.load(kit.checkpoint(), device_map=places | {f"{language}.embed_tokens": "cpu", "lm_head": "cpu"})
-    try:
-        kit.forward(model)
-    except RuntimeError as error:
-        if "expected device" not in str(error):
-            raise
-        return Seen(PRESENT, failure(error))
-    return Seen(FIXED, "a text prompt ran with embed_tokens offloaded")
+    places = dict.fromkeys(PARTS, 0) | {"model.language_model.embed_tokens": "cpu", "lm_head": "cpu"}
+    model = kit.load(kit.checkpoint(), device_map=places)
+    fault = error_of(lambda: kit.forward(model), RuntimeError, "expected device")
+    return seen(fault, "a text prompt ran with embed_tokens offloaded")
 
 
 D5_CROSS_DEVICE = Bug(
@@ -152,7 +139,6 @@ D5_CROSS_DEVICE = Bug(
     "outputs",
     evidence="tracker", needs_gpu=True,
 )  # fmt: skip
-PROJECTIONS = ("per_layer_model_projection", "per_layer_projection_norm")
 
 
 def d5_cross_device(kit: Kit) -> Seen:
@@ -164,24 +150,17 @@ def d5_cross_device(kit: Kit) -> Seen:
     main = "cuda:0"
     towers = {name: main if place == 0 else place for name, place in TOWERS_OFF.items()}
     layers = {f"model.language_model.layers.{number}": "cpu" if number in (1, 4) else main for number in range(5)}
-    rest = ("embed_tokens", "embed_tokens_per_layer", "norm", "rotary_emb", *PROJECTIONS)
-    split = dict.fromkeys(towers, main) | layers | {f"model.language_model.{name}": main for name in rest}
-    del split["model.language_model"]
-    failures = []
+    split = dict.fromkeys(PARTS, main) | layers
+    del split["model.language_model.layers"]
+    faults = []
     for title, places in (("towers", towers), ("decoder layers", split)):
         model = kit.load(kit.checkpoint(), device_map=places)
         for kind in ("text", "image", "audio"):
             inputs = {name: tensor.to(main) for name, tensor in kit.inputs(model, kind).items()}
-            try:
-                with torch.no_grad():
-                    model(**inputs)
-            except RuntimeError as error:
-                if "same device" not in str(error) and "expected device" not in str(error):
-                    raise
-                failures.append(f"{title} on the CPU, {kind}: {failure(error)}")
-    if failures:
-        return Seen(PRESENT, "; ".join(failures))
-    return Seen(FIXED, "text, image and audio ran with towers, and with decoder layers, on the CPU")
+            with torch.no_grad():
+                fault = error_of(partial(model, **inputs), RuntimeError, "same device", "expected device")
+            faults += [f"{title} on the CPU, {kind}: {fault}"] if fault else []
+    return seen("; ".join(faults), "text, image and audio ran with towers, and with decoder layers, on the CPU")
 
 
 D6_PLE = Bug(
@@ -203,12 +182,7 @@ D6_PLE = Bug(
 
 def d6_ple(kit: Kit) -> Seen:
     """Measure the bytes copied to the execution device when the table is offloaded and one short text is run."""
-    language = "model.language_model"
-    resident = ("embed_tokens", "layers", "norm", "rotary_emb", "per_layer_model_projection", "per_layer_projection_norm")
-    places: dict[str, int | str] = {f"{language}.{name}": 0 for name in resident}
-    places |= {f"model.{name}": 0 for name in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")}
-    places |= {"lm_head": 0, f"{language}.embed_tokens_per_layer": "cpu"}
-    model = kit.load(kit.checkpoint(), device_map=places)
+    model = kit.load(kit.checkpoint(), device_map=dict.fromkeys(PARTS, 0) | {f"model.language_model.{TABLE}": "cpu"})
     table = model.model.language_model.embed_tokens_per_layer
     own_forward, moved = table._old_forward, []
 

@@ -4,11 +4,35 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from trimtab.doctor.facts.bug import FIXED, PRESENT, UNKNOWN, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit, failure, quiet
+from trimtab.doctor.facts.probe_kit import Kit, error_of, quiet
 
-WEIGHTS = "adapter_model.safetensors"
+
+def _one_layer(kit: Kit) -> Path:
+    """Return an adapter for two layers whose file has the weights of the first alone."""
+    from safetensors.torch import load_file, save_file
+
+    folder = kit.folder / "one-layer"
+    if not folder.exists():
+        shutil.copytree(kit.adapter(kit.checkpoint("llama"), targets=["q_proj"]), folder)
+        weights = folder / "adapter_model.safetensors"
+        save_file({key: tensor for key, tensor in load_file(weights).items() if ".layers.0." in key}, weights, {"format": "pt"})
+    return folder
+
+
+def _attached(kit: Kit, adapter: Path, *words: str, **options: Any) -> tuple[Any, str, list[str]]:
+    """Return the model with the adapter, PEFT's refusal if its error has one of these words, and PEFT's messages."""
+    base, models = kit.load(kit.checkpoint("llama")), []
+    with quiet() as messages:
+        load = partial(kit.peft, base, adapter, **options)
+        fault = error_of(lambda: models.append(load()), (KeyError, RuntimeError, ValueError), *words)
+    return (None, f"refused: {fault}", messages) if fault else (models[0], "", messages)
+
+
 E1_MISSING_KEYS = Bug(
     title="An adapter with missing weights loads with a warning and does nothing there",
     symptom="UserWarning \"Found missing adapter keys while loading the checkpoint\", and the run goes on: those "
@@ -35,22 +59,9 @@ E1_MISSING_KEYS = Bug(
 
 def e1_missing_keys(kit: Kit) -> Seen:
     """Load an adapter from a file that lacks one of two layers."""
-    from safetensors.torch import load_file, save_file
-
-    path = kit.checkpoint("llama")
-    half = kit.folder / "e1"
-    if not half.exists():
-        shutil.copytree(kit.adapter(path, targets=["q_proj"]), half)
-        kept = {key: tensor for key, tensor in load_file(half / WEIGHTS).items() if ".layers.0." in key}
-        save_file(kept, half / WEIGHTS, {"format": "pt"})
-    base = kit.load(path)
-    with quiet() as messages:
-        try:
-            model = kit.peft(base, half)
-        except (KeyError, RuntimeError, ValueError) as error:
-            if "missing" not in str(error).lower() and "lora_" not in str(error):
-                raise
-            return Seen(FIXED, f"refused: {failure(error)}")
+    model, refusal, messages = _attached(kit, _one_layer(kit), "missing", "Missing", "lora_")
+    if refusal:
+        return Seen(FIXED, refusal)
     layer = model.base_model.model.model.layers[1].self_attn.q_proj
     change = float(layer.get_delta_weight("default").abs().max())
     warned = any("missing adapter keys" in line for line in messages)
@@ -58,7 +69,6 @@ def e1_missing_keys(kit: Kit) -> Seen:
     return Seen(PRESENT, f"loads with {reported}; the layer that the file lacks changes its weight by {change:.2f}")
 
 
-WEIGHTS = "adapter_model.safetensors"
 E2_MISSING_LOWMEM = Bug(
     title="Missing adapter keys and low_cpu_mem_usage=True: LoRA weights without data, arbitrary answers",
     symptom="silent after the warning of E1: those LoRA weights are on the meta device, and a forward pass on the "
@@ -76,29 +86,15 @@ E2_MISSING_LOWMEM = Bug(
 
 def e2_missing_lowmem(kit: Kit) -> Seen:
     """Load an adapter that lacks one of two layers with low_cpu_mem_usage, and run it."""
-    from safetensors.torch import load_file, save_file
-
-    path = kit.checkpoint("llama")
-    half = kit.folder / "e2"
-    if not half.exists():
-        shutil.copytree(kit.adapter(path, targets=["q_proj"]), half)
-        kept = {key: tensor for key, tensor in load_file(half / WEIGHTS).items() if ".layers.0." in key}
-        save_file(kept, half / WEIGHTS, {"format": "pt"})
-    base = kit.load(path)
-    try:
-        model = kit.peft(base, half, low_cpu_mem_usage=True)
-    except (KeyError, RuntimeError, ValueError) as error:
-        if "missing" not in str(error).lower() and "lora_" not in str(error):
-            raise
-        return Seen(FIXED, f"refused: {failure(error)}")
+    model, refusal, _ = _attached(kit, _one_layer(kit), "missing", "Missing", "lora_", low_cpu_mem_usage=True)
+    if refusal:
+        return Seen(FIXED, refusal)
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if not empty:
         return Seen(FIXED, "no LoRA weight was left without data")
-    try:
-        kit.forward(model)
-    except (NotImplementedError, RuntimeError) as error:
-        return Seen(PRESENT, f"{len(empty)} LoRA weights on meta; the forward pass gives {failure(error)}")
-    return Seen(PRESENT, f"{len(empty)} LoRA weights on meta, such as {empty[0]}; the forward pass still answers")
+    fault = error_of(lambda: kit.forward(model), (NotImplementedError, RuntimeError))
+    ending = f"gives {fault}" if fault else "still answers"
+    return Seen(PRESENT, f"{len(empty)} LoRA weights on meta, such as {empty[0]}; the forward pass {ending}")
 
 
 E3_EXTRA_KEYS = Bug(
@@ -124,20 +120,14 @@ E3_EXTRA_KEYS = Bug(
 
 def e3_extra_keys(kit: Kit) -> Seen:
     """Load a file with weights for q_proj and v_proj under a configuration that names only q_proj."""
-    path = kit.checkpoint("llama")
     narrow = kit.folder / "e3"
     if not narrow.exists():
-        shutil.copytree(kit.adapter(path, targets=["q_proj", "v_proj"]), narrow)
+        shutil.copytree(kit.adapter(kit.checkpoint("llama"), targets=["q_proj", "v_proj"]), narrow)
         config = json.loads((narrow / "adapter_config.json").read_text(encoding="utf-8"))
         (narrow / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}), encoding="utf-8")
-    base = kit.load(path)
-    with quiet() as messages:
-        try:
-            model = kit.peft(base, narrow)
-        except (KeyError, RuntimeError, ValueError) as error:
-            if "v_proj" not in str(error):
-                raise
-            return Seen(FIXED, f"refused: {failure(error)}")
+    model, refusal, messages = _attached(kit, narrow, "v_proj")
+    if refusal:
+        return Seen(FIXED, refusal)
     if any("v_proj" in name and "lora_" in name for name, _ in model.named_parameters()):
         return Seen(FIXED, "the weights were applied although target_modules does not name their module")
     reports = [line for line in messages if "unexpected" in line.lower() or "v_proj" in line]

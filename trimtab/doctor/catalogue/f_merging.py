@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit, failure, installed_source
+from trimtab.doctor.facts.probe_kit import Kit, error_of, failure, installed_source, seen
 from trimtab.stock.load import without_repacking
 
 F1_4BIT_MERGE = Bug(
@@ -65,13 +65,7 @@ def f2_dequant_merge(kit: Kit) -> Seen:
     adapter = kit.adapter(path, targets=["q_proj"])
     model = kit.peft(kit.load(path, quant="nf4", device_map={"": 0}), adapter)
     model.dequantize()
-    try:
-        model.merge_and_unload()
-    except AttributeError as error:
-        if "quant_state" not in str(error):
-            raise
-        return Seen(PRESENT, failure(error))
-    return Seen(FIXED, "a dequantized PEFT model was merged")
+    return seen(error_of(lambda: model.merge_and_unload(), AttributeError, "quant_state"), "a dequantized PEFT model was merged")
 
 
 F3_OTHER_BACKENDS = Bug(
@@ -181,10 +175,5 @@ def f5_safe_merge_bias(kit: Kit) -> Seen:
     path = kit.checkpoint("llama", attention_bias=True)
     adapter = kit.adapter(path, targets=["q_proj"], lora_bias=True)
     model = kit.peft(kit.load(path, quant="nf4", device_map={"": 0}), adapter)
-    try:
-        model.merge_adapter(safe_merge=True)
-    except RuntimeError as error:
-        if "Boolean value of Tensor" not in str(error):
-            raise
-        return Seen(PRESENT, failure(error))
-    return Seen(FIXED, "an adapter with a bias was merged safely into a 4-bit base")
+    fault = error_of(lambda: model.merge_adapter(safe_merge=True), RuntimeError, "Boolean value of Tensor")
+    return seen(fault, "an adapter with a bias was merged safely into a 4-bit base")

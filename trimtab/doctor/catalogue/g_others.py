@@ -6,7 +6,7 @@ import os
 import platform
 
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit, failure, installed_source
+from trimtab.doctor.facts.probe_kit import Kit, error_of, installed_source, seen
 
 G1_TIED = Bug(
     title="A tied head offloaded together with its embedding: the model cannot be saved, and older sets cannot run "
@@ -34,21 +34,12 @@ G1_TIED = Bug(
 def g1_tied(kit: Kit) -> Seen:
     """Save a tied model with table and head on the CPU, then run it with both on disk."""
     path = kit.checkpoint("qwen3")
-    seen = []
-    model = kit.load(path, device_map=_map("cpu"))
-    try:
-        model.save_pretrained(str(kit.folder / "g1"))
-    except RuntimeError as error:
-        if "share memory" not in str(error):
-            raise
-        seen.append(f"saving with both on the CPU: {failure(error)}")
-    try:
-        kit.forward(kit.load(path, device_map=_map("disk")))
-    except KeyError as error:
-        if "lm_head.weight" not in str(error):
-            raise
-        seen.append(f"running with both on disk: {failure(error)}")
-    return Seen(PRESENT, "; ".join(seen)) if seen else Seen(FIXED, "a tied pair was saved from the CPU and run from disk")
+    on_host, on_disk = (kit.load(path, device_map=_map(place)) for place in ("cpu", "disk"))
+    unsaved = error_of(lambda: on_host.save_pretrained(str(kit.folder / "g1")), RuntimeError, "share memory")
+    unread = error_of(lambda: kit.forward(on_disk), KeyError, "lm_head.weight")
+    faults = (("saving with both on the CPU", unsaved), ("running with both on disk", unread))
+    text = "; ".join(f"{title}: {fault}" for title, fault in faults if fault)
+    return seen(text, "a tied pair was saved from the CPU and run from disk")
 
 
 def _map(place: str) -> dict[str, int | str]:

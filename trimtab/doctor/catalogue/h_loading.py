@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.doctor.facts.bug import FIXED, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import OFFLOAD, Kit, failure, frames, quantized
+from trimtab.doctor.facts.probe_kit import OFFLOAD, Kit, error_of, failure, frames, quantized
 from trimtab.stock.load import quantization
 
 H1_QUANTIZED_BLIND = Bug(
@@ -177,11 +177,9 @@ def h5_moe_prequantized(kit: Kit) -> Seen:
     stack = model.model.layers[0].mlp.experts.gate_up_proj
     if stack.is_floating_point() and tuple(stack.shape) == (4, 256, 64):
         return Seen(FIXED, f"experts were unpacked into a stack of {stack.dtype}")
-    try:
-        kit.forward(model)
-    except RuntimeError as error:
-        return Seen(PRESENT, f"loads with experts {tuple(stack.shape)} of {stack.dtype}, then: {failure(error)}")
-    return Seen(PRESENT, f"loads with experts {tuple(stack.shape)} of {stack.dtype}, and answers from them")
+    fault = error_of(lambda: kit.forward(model), RuntimeError)
+    ending = f"then: {fault}" if fault else "and answers from them"
+    return Seen(PRESENT, f"loads with experts {tuple(stack.shape)} of {stack.dtype}, {ending}")
 
 
 def _pack(source: Path, target: Path) -> None:

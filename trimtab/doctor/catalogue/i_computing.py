@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit
+from trimtab.doctor.facts.probe_kit import Kit, error_of, seen
 
 I1_WINDOW_ZERO = Bug(
     title="The cache of a model with num_kv_shared_layers = 0 keeps everything: no sliding window is used",
@@ -263,17 +263,14 @@ def i15_graph_pool(kit: Kit) -> Seen:
         return Seen(NOT_APPLICABLE, f"torch {torch.__version__} has no torch.cuda.MemPool")
     pool: Any = torch.cuda.MemPool()
     value = torch.zeros(1, device="cuda")
-    try:
-        for _ in range(2):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool.id):
-                value.add_(1)
-            del graph
-    except RuntimeError as exc:
-        if "use_count > 0" in str(exc):
-            return Seen(PRESENT, str(exc).splitlines()[0])
-        raise
-    return Seen(FIXED, "two graphs were captured into one pool, the second after the first was gone")
+
+    def capture() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool.id):
+            value.add_(1)
+
+    capture()
+    fault = error_of(capture, RuntimeError, "use_count > 0")
+    return seen(fault, "two graphs were captured into one pool, the second after the first was gone")
 
 
 I16_ROW_SCALES = Bug(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, UNKNOWN, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit, failure, quiet
+from trimtab.doctor.facts.probe_kit import Kit, error_of, quiet, seen
 
 I7_PER_LAYER_ATTRIBUTE = Bug(
     title="getattr(config, \"head_dim\", default) raises on Gemma 4: a per-layer attribute is a RuntimeError",
@@ -33,11 +33,8 @@ def i7_per_layer_attribute(kit: Kit) -> Seen:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(kit.checkpoint()).get_text_config()
-    try:
-        width = getattr(config, "head_dim", None)
-    except RuntimeError as error:
-        return Seen(PRESENT, failure(error))
-    return Seen(FIXED, f"getattr gives {width}")
+    fault = error_of(lambda: getattr(config, "head_dim", None), RuntimeError)
+    return Seen(PRESENT, fault) if fault else Seen(FIXED, f"getattr gives {config.head_dim}")
 
 
 I9_PROCESSOR_TORCHVISION = Bug(
@@ -66,13 +63,8 @@ def i9_processor_torchvision(kit: Kit) -> Seen:
         return Seen(NOT_APPLICABLE, f"torchvision {kit.version('torchvision')} is installed")
     if not (DEMO / "processor_config.json").exists():
         return Seen(UNKNOWN, "the bundled demo model is missing")
-    try:
-        AutoProcessor.from_pretrained(DEMO)
-    except ImportError as error:
-        if "torchvision" not in str(error).lower():
-            raise
-        return Seen(PRESENT, failure(error))
-    return Seen(FIXED, "the processor was loaded without torchvision")
+    fault = error_of(lambda: AutoProcessor.from_pretrained(DEMO), ImportError, "Torchvision", "torchvision")
+    return seen(fault, "the processor was loaded without torchvision")
 
 
 I11_NO_SPLIT_SET = Bug(

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -139,19 +139,6 @@ def on_cpu(device_map: Any) -> Any:
     return {key: main if isinstance(place, int) else place for key, place in device_map.items()}
 
 
-def adapted(model: Any, refusal: type[Exception]) -> Seen:
-    """Put a LoRA on the first layer of a Sequential: PEFT adapts a layer of its class, or refuses it with this error. Errors:
-    others of PEFT, which are no sign of this bug."""
-    import peft
-
-    with quiet():
-        try:
-            peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"]))
-        except refusal as exc:
-            return Seen(PRESENT, f"{type(exc).__name__}: {str(exc)[:120]}")
-    return Seen(FIXED, "PEFT adapts the layer")
-
-
 def behind_peft(device_map: Mapping[str, Any]) -> dict[str, Any]:
     """Return a base's device map with the names that its modules have inside a PeftModel (B3)."""
     return {f"base_model.model.{module_path}": place for module_path, place in device_map.items()}
@@ -196,6 +183,23 @@ def failure(error: BaseException) -> str:
     inner = [frame for frame in frames(error) if frame["library"] != "torch"][-1:]
     where = "".join(f" at {frame['file']}:{frame['line']} {frame['function']}" for frame in inner)
     return f"{type(error).__name__}: {message}{where}"
+
+
+def error_of(run: Callable[[], object], kind: type[Exception] | tuple[type[Exception], ...], *words: str) -> str:
+    """Run a call and return its error for evidence, "" if there is none. Errors: those of another kind, or with none of the words,
+    which are no sign of the bug."""
+    try:
+        run()
+    except kind as error:
+        if words and not any(word in str(error) for word in words):
+            raise
+        return failure(error)
+    return ""
+
+
+def seen(fault: str, fixed: str) -> Seen:
+    """Return that the bug is present with this fault, or, without one, fixed with the other text."""
+    return Seen(PRESENT, fault) if fault else Seen(FIXED, fixed)
 
 
 def installed_source(module: str, needle: str) -> tuple[str, int] | None:
