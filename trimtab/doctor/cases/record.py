@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from trimtab.doctor.facts.probe_kit import frames
 from trimtab.process.packages import missing, versions_of
 from trimtab.process.redact import Cleaner
 
@@ -95,8 +96,6 @@ def _line(text: str) -> str:
 
 def exception_json(error: BaseException, clean: Cleaner) -> dict[str, Any]:
     """Return an exception for the record; `fields` only for trimtab's errors."""
-    from trimtab.doctor.facts.probe_kit import frames
-
     message = clean(str(error))[:MESSAGE_CHARS]
     kept = frames(error)
     shown = [f"{frame['file']}:{frame['line']} in {frame['function']}" for frame in kept]

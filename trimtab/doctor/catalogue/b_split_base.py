@@ -11,6 +11,15 @@ from unittest import mock
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
 from trimtab.doctor.facts.probe_kit import EVERYWHERE, TOWERS_OFF, Kit, behind_peft, error_of, failure, seen
 
+TOWERS_ON_DISK = {key: "disk" if place == "cpu" else place for key, place in TOWERS_OFF.items()}
+
+
+def _gemma(kit: Kit) -> tuple[Path, Path]:
+    """Return a Gemma 4 and an adapter on all of its parts."""
+    base = kit.checkpoint()
+    return base, kit.adapter(base, targets=EVERYWHERE)
+
+
 B1_MAP_DISCARDED = Bug(
     title="Loading an adapter with PEFT undoes the base's device map",
     symptom="silent: hf_device_map becomes {\"base_model\": <device>} and the offload hooks are gone; towers that the user put "
@@ -30,8 +39,7 @@ B1_MAP_DISCARDED = Bug(
 
 def b1_map_discarded(kit: Kit) -> Seen:
     """Load an adapter on a base with its towers on the CPU, and check the map and a tower's hook."""
-    base = kit.checkpoint()
-    adapter = kit.adapter(base, targets=EVERYWHERE)
+    base, adapter = _gemma(kit)
     model = kit.load(base, device_map=TOWERS_OFF)
     before = {key for key, place in model.hf_device_map.items() if place == "cpu"}
     after = kit.peft(model, adapter).hf_device_map
@@ -66,8 +74,7 @@ B2_REPLAN_DOUBLE_COUNT = Bug(
 
 def b2_replan_double_count(kit: Kit) -> Seen:
     """Give PEFT's plan the free memory of a GPU of 1.5 times the base with the base on it, and check the placement."""
-    base = kit.checkpoint()
-    adapter = kit.adapter(base, targets=EVERYWHERE)
+    base, adapter = _gemma(kit)
     model = kit.load(base, device_map=TOWERS_OFF)
     size_bytes = sum(file.stat().st_size for file in base.glob("*.safetensors"))
 
@@ -116,8 +123,7 @@ B3_PEFT_MAP_KEYS = Bug(
 
 def b3_peft_map_keys(kit: Kit) -> Seen:
     """Give PEFT the map that loaded the base, without and with the empty key."""
-    base = kit.checkpoint()
-    adapter = kit.adapter(base, targets=EVERYWHERE)
+    base, adapter = _gemma(kit)
     model = kit.load(base, device_map=TOWERS_OFF)
     fault = error_of(lambda: kit.peft(model, adapter, device_map=TOWERS_OFF), ValueError, "does not give any device")
     faults = [f'without "": {fault}'] if fault else []
@@ -152,8 +158,7 @@ B4_SHARED_KV = Bug(
 
 def b4_shared_kv(kit: Kit) -> Seen:
     """Run a Gemma 4 with shared keys and values after PEFT dispatched it with a map of the right names."""
-    base = kit.checkpoint()
-    adapter = kit.adapter(base, targets=EVERYWHERE)
+    base, adapter = _gemma(kit)
     model = kit.peft(kit.load(base, device_map=TOWERS_OFF), adapter, device_map=behind_peft(TOWERS_OFF))
     try:
         logits = kit.forward(model)
@@ -182,12 +187,10 @@ B5_DISK_ADAPTER = Bug(
 
 def b5_disk_adapter(kit: Kit) -> Seen:
     """Load an adapter on a base with its towers on disk, without a map and with one of the right names."""
-    base = kit.checkpoint()
-    adapter = kit.adapter(base, targets=EVERYWHERE)
-    on_disk = {key: "disk" if place == "cpu" else place for key, place in TOWERS_OFF.items()}
+    base, adapter = _gemma(kit)
     failed, messages = False, []
-    for name, options in (("no map", {}), ("a map", {"device_map": behind_peft(on_disk)})):
-        split, whole = kit.load(base, device_map=on_disk), kit.peft(kit.load(base), adapter)
+    for name, options in (("no map", {}), ("a map", {"device_map": behind_peft(TOWERS_ON_DISK)})):
+        split, whole = kit.load(base, device_map=TOWERS_ON_DISK), kit.peft(kit.load(base), adapter)
         try:
             apart = float((kit.forward(kit.peft(split, adapter, **options)) - kit.forward(whole)).abs().max())
         except (KeyError, NotImplementedError) as error:
@@ -218,15 +221,13 @@ B6_CWD_COPY = Bug(
 
 def b6_cwd_copy(kit: Kit) -> Seen:
     """Load an adapter on a base with its towers on disk from an empty current folder, and list its files afterwards."""
-    base = kit.checkpoint()
-    adapter = kit.adapter(base, targets=EVERYWHERE)
-    on_disk = {key: "disk" if place == "cpu" else place for key, place in TOWERS_OFF.items()}
-    model = kit.load(base, device_map=on_disk)
+    base, adapter = _gemma(kit)
+    model = kit.load(base, device_map=TOWERS_ON_DISK)
     with tempfile.TemporaryDirectory(dir=kit.folder, ignore_cleanup_errors=True) as folder:
         before = os.getcwd()
         os.chdir(folder)
         try:
-            kit.peft(model, adapter, device_map=behind_peft(on_disk))
+            kit.peft(model, adapter, device_map=behind_peft(TOWERS_ON_DISK))
         except KeyError as error:
             return Seen(NOT_APPLICABLE, f"PEFT ends before the copy is written (B5): {failure(error)}")
         finally:
@@ -263,8 +264,7 @@ def b7_offload_kwargs(kit: Kit) -> Seen:
     """Give PEFT offload_buffers and record accelerate's arguments; then a plan with "disk" and no folder."""
     import peft.peft_model
 
-    base = kit.checkpoint()
-    adapter = kit.adapter(base, targets=EVERYWHERE)
+    base, adapter = _gemma(kit)
     passed: set[str] = set()
     dispatch = peft.peft_model.dispatch_model
 
@@ -355,8 +355,7 @@ B9_NATIVE_LOAD = Bug(
 
 def b9_native_load(kit: Kit) -> Seen:
     """Load an adapter natively on a base with its towers on the CPU: the map, a tower's LoRA, the answer."""
-    base = kit.checkpoint()
-    adapter = kit.adapter(base, targets=EVERYWHERE)
+    base, adapter = _gemma(kit)
     whole, split = kit.load(base), kit.load(base, device_map=TOWERS_OFF)
     before = dict(split.hf_device_map)
     for model in (whole, split):
