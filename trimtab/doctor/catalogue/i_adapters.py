@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit, error_of, quiet, seen
+from trimtab.doctor.facts.probe_kit import Kit, error_of, seen
 
 
 def _adapted(model: Any, refusal: type[Exception]) -> Seen:
     """Put a LoRA on the first layer of a Sequential: PEFT adapts a layer of its class, or refuses it with this error."""
     import peft
 
-    with quiet():
-        fault = error_of(lambda: peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"])), refusal)
+    fault = error_of(lambda: peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"])), refusal)
     return seen(fault, "PEFT adapts the layer")
 
 
@@ -227,13 +226,12 @@ def i19_packed_linear(kit: Kit) -> Seen:
         layer.weight.copy_(torch.randint(-100, 100, (8, 16), dtype=torch.int8))
         layer.weight_scale.fill_(0.01)
         x = torch.randn(2, 16)
-        with quiet():
-            try:
-                adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
-                before = adapted(x)
-                after = adapted.merge_and_unload()(x)
-            except Exception as exc:
-                return Seen(PRESENT, f"{type(exc).__name__}: {exc}")
+        try:
+            adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+            before = adapted(x)
+            after = adapted.merge_and_unload()(x)
+        except Exception as exc:
+            return Seen(PRESENT, f"{type(exc).__name__}: {exc}")
     away = float((after - before).abs().max())
     return Seen(FIXED if away < 1e-2 else PRESENT, f"outputs differ by {away:.2g} after the merge")
 
@@ -289,9 +287,8 @@ def i22_fp8_linear(kit: Kit) -> Seen:
     except ImportError as exc:
         return Seen(NOT_APPLICABLE, str(exc))
     model = nn.Sequential(FP8Linear(128, 128, block_size=(128, 128)))
-    with quiet():
-        adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
-        fault = error_of(adapted.merge_and_unload, RuntimeError)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    fault = error_of(adapted.merge_and_unload, RuntimeError)
     return seen(fault, "PEFT merges into the layer")
 
 
@@ -348,9 +345,8 @@ def i24_shared_experts(kit: Kit) -> Seen:
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 16)
     sizes |= {"num_hidden_layers": 1, "first_k_dense_replace": 0, "n_routed_experts": 2, "num_experts_per_tok": 1, "vocab_size": 8}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    with quiet():
-        model = Glm4MoeForCausalLM(Glm4MoeConfig(**sizes))
-        made = get_peft_model(model, LoraConfig(r=2, target_modules=["shared_experts.down_proj"]))
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**sizes))
+    made = get_peft_model(model, LoraConfig(r=2, target_modules=["shared_experts.down_proj"]))
     names = [name for name, _ in made.named_parameters() if "lora_A" in name]
     if names and not any(".shared_experts." in name for name in names):
         return Seen(PRESENT, f"the adapter is {names[0]}")
@@ -388,7 +384,6 @@ def i25_compressed_linear(kit: Kit) -> Seen:
     except ImportError as exc:
         return Seen(NOT_APPLICABLE, str(exc).partition("\n")[0])
     model = nn.Sequential(nn.Linear(32, 32))
-    with quiet():
-        quantizer.validate_environment()
-        quantizer._process_model_before_weight_loading(model)
+    quantizer.validate_environment()
+    quantizer._process_model_before_weight_loading(model)
     return _adapted(model, AttributeError)

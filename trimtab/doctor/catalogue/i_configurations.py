@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from trimtab.doctor.facts.bug import FIXED, NOT_APPLICABLE, PRESENT, UNKNOWN, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit, error_of, quiet, seen
+from trimtab.doctor.facts.probe_kit import Kit, error_of, seen
 
 I7_PER_LAYER_ATTRIBUTE = Bug(
     title="getattr(config, \"head_dim\", default) raises on Gemma 4: a per-layer attribute is a RuntimeError",
@@ -131,11 +132,5 @@ def i21_table_scales(kit: Kit) -> Seen:
         "quant_method": "gemma", "num_bits": 8, "quantize_embeddings": True, "modules_to_not_convert": ["model.layers", "lm_head"],
     }  # fmt: skip
     config = transformers.LlamaConfig(**sizes, quantization_config=settings)
-    with quiet():
-        try:
-            model = transformers.LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state)
-        except RuntimeError as exc:
-            if "mismatched_sizes" in str(exc):
-                return Seen(PRESENT, f"RuntimeError: {str(exc)[:120]}")
-            return Seen(UNKNOWN, f"{type(exc).__name__}: {exc}")
-    return Seen(FIXED, f"the table has scales {list(model.model.embed_tokens.embedding_scale.shape)}")
+    load = partial(transformers.LlamaForCausalLM.from_pretrained, None, config=config, state_dict=state)
+    return seen(error_of(load, RuntimeError, "mismatched_sizes"), "a table with two scales a row was loaded")
