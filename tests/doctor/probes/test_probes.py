@@ -66,7 +66,8 @@ def test_probe_that_raises_or_exits_is_unknown_with_the_error(tmp_path, body, ev
 
 
 def test_state_that_is_none_is_unknown(tmp_path):
-    (verdict,) = run_probes(catalogue=write_catalogue(tmp_path, {"odd": 'return Seen("perhaps", "")'}))
+    (verdict,) = run_probes(catalogue=write_catalogue(tmp_path, {"odd_state": 'return Seen("perhaps", "")'}))
+    assert (verdict.bug.id, verdict.bug.name) == ("X1", "odd-state")
     assert verdict.seen == Seen(UNKNOWN, "the probe said 'perhaps', which is no state")
 
 
