@@ -153,9 +153,17 @@ def test_quiet_collects_warnings_and_log_lines_and_puts_back(capfd):
         warnings.warn("a warning", stacklevel=1)
         transformers.utils.logging.get_logger("transformers.modeling_utils").warning("a line")
         logging.getLogger("accelerate.big_modeling").warning("another")
-    assert said == ["a warning", "a line", "another"]
+    assert [*said] == ["a warning", "a line", "another"]
     assert (logger.handlers, logging.getLogger().handlers) == before
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("told", "heard"), [((), []), (("accelerate",), ["does not fit"])])
+def test_info_lines_are_heard_of_the_libraries_that_are_named(told, heard):
+    with kits.quiet(*told) as said:
+        for library in ("accelerate.big_modeling", "peft.tuners"):
+            logging.getLogger(library).info("does not fit")
+    assert said.log_lines == heard and said.warnings == []
 
 
 def test_what_transformers_says_once_is_heard_each_time():
@@ -166,7 +174,7 @@ def test_what_transformers_says_once_is_heard_each_time():
     for _ in range(2):
         with kits.quiet() as said:
             logger.warning_once("only once")
-        heard.append(said)
+        heard.append([*said])
     assert heard == [["only once"], ["only once"]]
 
 

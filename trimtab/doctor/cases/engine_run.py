@@ -10,7 +10,8 @@ from typing import Any
 from trimtab.doctor.cases.answers import ADAPTER, BASE, References
 from trimtab.doctor.cases.cases import Case
 from trimtab.doctor.cases.inputs import read_inputs, read_text
-from trimtab.doctor.cases.record import exception_json, listening, versions
+from trimtab.doctor.cases.record import exception_json, heard_json, versions
+from trimtab.doctor.facts.probe_kit import quiet
 from trimtab.process.redact import Cleaner
 
 Emit = Callable[[dict[str, Any]], None]
@@ -86,11 +87,14 @@ def play(engine: type[EngineRun], request: Mapping[str, Any], emit: Emit) -> Non
     it."""
     emit({"stage": "import"})
     emit({"facts": {"versions": versions()}})
-    with listening() as events:
+    import transformers  # noqa: F401  its own handlers come with it
+
+    # accelerate's INFO lines name the modules that do not fit.
+    with quiet("accelerate") as heard:
         run = engine(request, emit)
         try:
             run.run()
         except Exception as exc:
             run.facts(exception=exception_json(exc, run.clean))
         finally:
-            emit({"facts": events.to_json(run.clean)})
+            emit({"facts": heard_json(heard, run.clean)})

@@ -11,7 +11,8 @@ from trimtab.doctor.cases import stock_model
 from trimtab.doctor.cases.answers import forward, generate, sees
 from trimtab.doctor.cases.cases import Case
 from trimtab.doctor.cases.inputs import make_inputs, read_inputs, save_inputs
-from trimtab.doctor.cases.record import exception_json, listening
+from trimtab.doctor.cases.record import exception_json
+from trimtab.doctor.facts.probe_kit import quiet
 from trimtab.process.redact import Cleaner
 from trimtab.stock.load import load_adapter, without_repacking
 
@@ -29,7 +30,7 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
     quant, _, keep = request["name"].partition("+")
     case = Case(name="REFERENCE", title="", quant=quant, keep=keep, base_map="all")
     answers: dict[str, Any] = {}
-    with listening():
+    with quiet():
         if not Path(request["inputs"]).is_file():
             made, source = make_inputs(folder)
             save_inputs(made, Path(request["inputs"]))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.doctor.facts.bug import FIXED, PRESENT, UNKNOWN, Affected, Bug, Seen
-from trimtab.doctor.facts.probe_kit import Kit, error_of, quiet
+from trimtab.doctor.facts.probe_kit import Heard, Kit, error_of, quiet
 
 
 def _one_layer(kit: Kit) -> Path:
@@ -24,7 +24,7 @@ def _one_layer(kit: Kit) -> Path:
     return folder
 
 
-def _attached(kit: Kit, adapter: Path, *words: str, **options: Any) -> tuple[Any, str, list[str]]:
+def _attached(kit: Kit, adapter: Path, *words: str, **options: Any) -> tuple[Any, str, Heard]:
     """Return the model with the adapter, PEFT's refusal if its error has one of these words, and PEFT's messages."""
     base, models = kit.load(kit.checkpoint("llama")), []
     with quiet() as messages:

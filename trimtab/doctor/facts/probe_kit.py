@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -226,33 +227,48 @@ def from_package(filename: str, library: str) -> str:
     return "/".join(parts[(installed or places)[-1] :]) if places else parts[-1]
 
 
-class _Said(logging.Handler):
-    def __init__(self, said: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._said = said
+@dataclass
+class Heard:
+    """Warnings and log lines of the stack, each in order."""
+
+    warnings: list[str] = field(default_factory=list)
+    log_lines: list[str] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.warnings, *self.log_lines))
+
+
+class _Handler(logging.Handler):
+    def __init__(self, heard: Heard, told: Sequence[str]) -> None:
+        super().__init__(logging.INFO)
+        self._heard, self._told = heard, told
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._said.append(record.getMessage())
+        if record.levelno >= logging.WARNING or record.name.split(".")[0] in self._told:
+            self._heard.log_lines.append(record.getMessage())
 
 
 @contextmanager
-def quiet() -> Iterator[list[str]]:
-    """Hide warnings and log lines of the stack from the terminal; yield the list that collects them."""
-    warned: list[str] = []
-    handler = _Said(warned)
+def quiet(*told: str) -> Iterator[Heard]:
+    """Hide warnings and log lines of the stack from the terminal; yield what collects them. told: libraries whose INFO lines are
+    collected too."""
+    heard = Heard()
+    handler = _Handler(heard, told)
     loggers = [logging.getLogger(), *(logging.getLogger(name) for name in LIBRARIES)]
     before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
     _forget_said_once()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = lambda message, *_, **__: warned.append(str(message))
+        warnings.showwarning = lambda message, *_, **__: heard.warnings.append(str(message))
         for logger in loggers:
             # Lines of a library that propagates to the root logger are collected there.
             logger.handlers = [handler] if logger.parent is None or not logger.propagate else []
-            if logger.getEffectiveLevel() > logging.WARNING:
+            if logger.name in told:
+                logger.setLevel(logging.INFO)
+            elif logger.getEffectiveLevel() > logging.WARNING:
                 logger.setLevel(logging.WARNING)  # a program that silenced a library would hide the evidence
         try:
-            yield warned
+            yield heard
         finally:
             for logger, handlers, level in before:
                 logger.handlers = handlers
