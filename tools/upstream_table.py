@@ -13,8 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trimtab.doctor.facts.bug import Bug  # noqa: E402
-from trimtab.doctor.probes.runner import read_catalogue  # noqa: E402
+from trimtab.doctor.catalogue import Entry, read_catalogue  # noqa: E402
 
 PAGE = ROOT / "docs" / "upstream.md"
 SLOT = re.compile(r"(<!-- catalogue -->\n).*?(<!-- /catalogue -->)", re.DOTALL)
@@ -28,15 +27,15 @@ def table() -> str:
     """Return the catalogue as Markdown: one heading and one table a letter."""
     parts = []
     for letter in sorted({entry.bug.id[0] for entry in read_catalogue()}):
-        bugs = [entry.bug for entry in read_catalogue() if entry.bug.id[0] == letter]
-        rows = "\n".join(map(_row, bugs))
+        rows = "\n".join(_row(entry) for entry in read_catalogue() if entry.bug.id[0] == letter)
         parts.append(f"### {letter}. {ROOMS[letter]}\n\n| id | bug | fixed in | workaround |\n|---|---|---|---|\n{rows}\n")
     return "\n".join(parts)
 
 
-def _row(bug: Bug) -> str:
+def _row(entry: Entry) -> str:
+    bug = entry.bug
     fixes = [f"{affected.package} {affected.fixed_in}" for affected in bug.affected if affected.fixed_in]
-    path = f"../trimtab/doctor/catalogue/{bug.id.lower()}_{bug.name.replace('-', '_')}.py"
+    path = f"../trimtab/doctor/catalogue/{entry.path.name}"
     cells = (f"[{bug.id}]({path})", f"{bug.title} ({bug.owner[0]})", " or ".join(fixes) or "-", bug.way_round)
     return "| " + " | ".join(re.sub(r"([|<>_*`])", r"\\\1", cell) if cell[0] != "[" else cell for cell in cells) + " |"
 

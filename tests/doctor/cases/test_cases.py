@@ -11,7 +11,6 @@ import pytest
 from tests.adapter_files import write_adapter
 from tests.raised import raised, refused
 from trimtab.doctor.cases import runner as case_runner
-from trimtab.doctor.cases import runner as case_script
 from trimtab.doctor.cases.cases import (
     BROAD_TARGETS,
     CASE_NAMES,
@@ -160,7 +159,7 @@ def test_folder_that_is_no_adapter_is_refused(tmp_path):
 
 @pytest.mark.parametrize("found", CASES, ids=CASE_NAMES)
 def test_script_stands_alone(found):
-    text = case_script.script_of(found)
+    text = case_runner.script_of(found)
     imported = set()
     for node in ast.walk(ast.parse(text)):
         imported |= {name.name.split(".")[0] for name in node.names} if isinstance(node, ast.Import) else set()
@@ -172,7 +171,7 @@ def test_script_stands_alone(found):
 @pytest.mark.slow
 def test_script_of_the_first_report_shows_its_error(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", case_script.script_of(case("R03_SPLIT_4BIT"))], capture_output=True, text=True, cwd=tmp_path,
+        [sys.executable, "-c", case_runner.script_of(case("R03_SPLIT_4BIT"))], capture_output=True, text=True, cwd=tmp_path,
         timeout=120,
     )  # fmt: skip
     result = done.stdout.strip().splitlines()[-1]

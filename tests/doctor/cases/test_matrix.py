@@ -346,16 +346,19 @@ def test_every_case_has_a_known_label_on_both_engines():
     assert {name for name, label in ours.items() if label.startswith("PASS_BUT")} == set()
 
 
+REQUEST = {"model": "m", "work": "w", "device": "cuda", "pressure": None, "names": {}}
+
+
 def test_an_emulated_card_leaves_room_for_what_a_process_needs_beside_its_tensors(monkeypatch):
     """A plan on a GPU counts the driver's share too; the card of a case is measured in tensors alone."""
     from types import SimpleNamespace
 
     from trimtab import api
-    from trimtab.doctor.cases import trimtab_run as line_case
+    from trimtab.doctor.cases.trimtab_run import TrimtabRun
 
     monkeypatch.setattr(api, "plan", lambda *_, **__: SimpleNamespace(gpu_peak_bytes=1000, gpu_needed_bytes=1600))
     case = next(case for case in CASES if case.name == "SPLIT_4BIT_ADAPTER_FULL_CARD")
-    run = line_case._Run(case, {"device": "cuda", "pressure": None}, lambda found: None, None)
+    run = TrimtabRun(REQUEST | {"case": case.to_json()}, lambda found: None)
     assert run.budget("model", {"adapters": {}})["gpu_memory"] == int(1000 / 0.9) + 600
 
 
@@ -368,7 +371,7 @@ def test_a_catch_all_asks_of_what_can_leave(asked, kept):
 
     import trimtab
     from trimtab.demo.demo import FOLDER as DEMO
-    from trimtab.doctor.cases import trimtab_run as line_case
+    from trimtab.doctor.cases.trimtab_run import TrimtabRun
 
     rows = [
         SimpleNamespace(block_path="model.layers", tier="stream", reason="requested: device_map"),
@@ -377,7 +380,7 @@ def test_a_catch_all_asks_of_what_can_leave(asked, kept):
     plan = SimpleNamespace(placements=rows, tiers=lambda: {row.block_path: row.tier for row in rows}, gpu_peak_bytes=3)
     told: dict[str, object] = {}
     case = next(case for case in CASES if case.name == "NOTHING_QUANTIZED")
-    run = line_case._Run(case, {"device": "cuda", "pressure": None}, lambda found: None, None)
+    run = TrimtabRun(REQUEST | {"case": case.to_json()}, lambda found: None)
     run.facts = lambda **found: told.update(found)
     run.look(plan, SimpleNamespace(memory=lambda: {"gpu_bytes": 1, "gpu_peak_bytes": 2}), asked)
     assert told["placement_kept"] is kept

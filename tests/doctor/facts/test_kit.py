@@ -11,6 +11,7 @@ import torch
 from tests.raised import raised
 from trimtab.doctor.facts import probe_kit as kits
 from trimtab.doctor.facts import tiny
+from trimtab.doctor.facts.bug import FIXED, PRESENT, Seen
 from trimtab.doctor.facts.probe_kit import EVERYWHERE, LLAMA_SPLIT, TOWERS_OFF, Kit
 
 CPU = torch.device("cpu")
@@ -152,9 +153,17 @@ def test_quiet_collects_warnings_and_log_lines_and_puts_back(capfd):
         warnings.warn("a warning", stacklevel=1)
         transformers.utils.logging.get_logger("transformers.modeling_utils").warning("a line")
         logging.getLogger("accelerate.big_modeling").warning("another")
-    assert said == ["a warning", "a line", "another"]
+    assert [*said] == ["a warning", "a line", "another"]
     assert (logger.handlers, logging.getLogger().handlers) == before
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("told", "heard"), [((), []), (("accelerate",), ["does not fit"])])
+def test_info_lines_are_heard_of_the_libraries_that_are_named(told, heard):
+    with kits.quiet(*told) as said:
+        for library in ("accelerate.big_modeling", "peft.tuners"):
+            logging.getLogger(library).info("does not fit")
+    assert said.log_lines == heard and said.warnings == []
 
 
 def test_what_transformers_says_once_is_heard_each_time():
@@ -165,7 +174,7 @@ def test_what_transformers_says_once_is_heard_each_time():
     for _ in range(2):
         with kits.quiet() as said:
             logger.warning_once("only once")
-        heard.append(said)
+        heard.append([*said])
     assert heard == [["only once"], ["only once"]]
 
 
@@ -209,12 +218,18 @@ def test_source_that_is_not_there_is_none(module):
     assert kits.installed_source(module, "not written anywhere in it") is None
 
 
-@pytest.mark.parametrize(("layer", "refusal"), [(torch.nn.LayerNorm(2), ValueError), (torch.nn.Linear(2, 2), AttributeError)])
-def test_one_error_of_peft_is_the_bug_and_no_other(layer, refusal):
-    if refusal is AttributeError:
-        del layer.weight
-    found = kits.adapted(torch.nn.Sequential(layer), refusal)
-    assert found.state == "present" and found.evidence.startswith(f"{refusal.__name__}: ")
-    with pytest.raises(refusal):
-        kits.adapted(torch.nn.Sequential(layer), AttributeError if refusal is ValueError else ValueError)
-    assert kits.adapted(torch.nn.Sequential(torch.nn.Linear(2, 2)), refusal).state == "fixed"
+@pytest.mark.parametrize(("kind", "words", "is_sign"), [
+    (ValueError, (), True), (ValueError, ("other", "wide"), True), ((KeyError, ValueError), ("wide",), True),
+    (ValueError, ("narrow",), False), (KeyError, (), False),
+])  # fmt: skip
+def test_an_error_of_its_kind_and_words_is_the_bug_and_no_other(kind, words, is_sign):
+    def refuse():
+        raise ValueError("too wide")
+
+    if is_sign:
+        fault = kits.error_of(refuse, kind, *words)
+        assert fault == "ValueError: too wide" and kits.seen(fault, "gone") == Seen(PRESENT, fault)
+    else:
+        with pytest.raises(ValueError, match="too wide"):
+            kits.error_of(refuse, kind, *words)
+    assert kits.seen(kits.error_of(int, kind, *words), "gone") == Seen(FIXED, "gone")

@@ -16,9 +16,9 @@ from tests.rules import each
 from tools import score_traces
 from trimtab.cli import main as cli
 from trimtab.doctor.cases.labels import SIGNATURES
+from trimtab.doctor.catalogue import read_catalogue
 from trimtab.doctor.facts.bug import Affected, Bug
 from trimtab.doctor.preflight.findings import find_bug
-from trimtab.doctor.probes.runner import read_catalogue
 from trimtab.doctor.traces.answer import UNKNOWN, classify, diagnose, diagnosis_document
 from trimtab.doctor.traces.likeness import MOST_LISTED, index_of, reported_as, tokens
 from trimtab.doctor.traces.reading import MOST_BYTES, MOST_LINE_CHARS, MOST_LINES, read_paste

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.bridge import row_scales
-from trimtab.doctor.catalogue import read_entry
+from trimtab.doctor.catalogue import read_catalogue
 from trimtab.doctor.facts.bug import PRESENT
 from trimtab.doctor.facts.probe_kit import Kit
-from trimtab.doctor.probes.runner import FOLDER
 from trimtab.verification import verify
 from trimtab.verification.routes import compare
 
@@ -93,5 +92,5 @@ def test_the_stock_route_names_layers_whose_rows_of_this_length_are_unpacked_wro
 
 def test_a_small_weight_shows_what_the_catalogue_s_probe_shows(tmp_path):
     pytest.importorskip("bitsandbytes")
-    seen = read_entry(FOLDER / "i16_row_scales.py").probe(Kit(tmp_path))
+    seen = next(entry for entry in read_catalogue() if entry.bug.id == "I16").probe(Kit(tmp_path))
     assert row_scales.unpacks_wrong(24, 80, 64) == (seen.state == PRESENT) and not row_scales.unpacks_wrong(24, 128, 64)

@@ -278,7 +278,8 @@ def runner_for(case: str, model: str | Path | None, adapter: str | Path | None) 
     """
     from trimtab.doctor.cases.cases import find_cases
     from trimtab.doctor.cases.runner import run_matrix
-    from trimtab.doctor.probes.runner import read_catalogue, run_probes
+    from trimtab.doctor.catalogue import read_catalogue
+    from trimtab.doctor.probes.runner import run_probes
 
     def probe(python: Path, name: str) -> Mapping[str, Any]:
         return {"case": name, "label": run_probes(python=python, ids=[name])[0].seen.state}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab.doctor.cases.inputs import NEW_TOKENS, read_text
+from trimtab.doctor.cases.inputs import NEW_TOKENS
 
 # Tolerance: a tenth of the adapter's own effect, which is well below half the distance of two answers.
 EFFECT_SHARE = 0.1
@@ -18,9 +18,9 @@ ADAPTER, BASE = "adapter", "base"
 class References:
     """The answers of the model completely on one device, by mode, with the adapter and without."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: str | None) -> None:
         self.tensors: dict[str, Any] = {}
-        if path is not None and path.is_file():
+        if path is not None and Path(path).is_file():
             from safetensors.torch import load_file
 
             self.tensors = load_file(path)
@@ -55,14 +55,6 @@ class References:
         return ids is None or expected is None or expected.tolist() == ids
 
 
-def no_answer(failure: dict[str, Any], stage: str) -> dict[str, Any]:
-    """Return the entry of a mode that ended with an exception."""
-    return {
-        "ok": False, "output_shape": None, "equals_reference": None, "equals_base": None, "max_abs": None,
-        "matches": None, "text": None, "exception": failure, "stage": stage,
-    }  # fmt: skip
-
-
 def sees(model: Any, inputs: Mapping[str, Any]) -> bool:
     """Return whether another image changes the answer (a tower quantized by an old release returns a constant)."""
     darker = {**inputs, "pixel_values": inputs["pixel_values"] * 0.5}
@@ -84,18 +76,3 @@ def generate(model: Any, inputs: Mapping[str, Any]) -> tuple[list[int], list[int
     with torch.no_grad():
         generated = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
     return generated[0, inputs["input_ids"].shape[1] :].tolist(), list(generated.shape)
-
-
-def ask(
-    model: Any, mode: str, inputs: Mapping[str, Any], references: References, *, to: str, folder: Path,
-    enter: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
-    """Return one mode's entry of a record; enter is called with the stage. Errors: any exception of the stack."""
-    enter("first forward")
-    logits = forward(model, inputs)
-    enter("generate")
-    ids, shape = generate(model, inputs)
-    return {
-        "ok": True, "output_shape": shape, "text": read_text(folder, ids), "exception": None,
-        **references.compare(mode, logits, ids, to=to),
-    }  # fmt: skip

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import wave
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trimtab.doctor.facts import tiny
+
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 NEW_TOKENS = 16
-TEXT_TOKENS = 12
 Inputs = dict[str, dict[str, Any]]
 
 
 def make_inputs(folder: Path) -> tuple[Inputs, str]:
     """Return the forward arguments of each mode that the model has, and their source: "processor" or "drawn". They are the demo's
-    first questions; without a processor, random tokens and media from the config. Floats are bf16: an image processor's float32
+    first questions; without a processor, random tokens and media. Floats are bf16: an image processor's float32
     would change what the tower computes in."""
     from transformers import AutoConfig
 
@@ -26,10 +28,12 @@ def make_inputs(folder: Path) -> tuple[Inputs, str]:
     modes += ["audio"] if getattr(config, "audio_config", None) is not None else []
     processor = _processor(folder)
     if processor is not None:
-        inputs = {mode: _asked(processor, mode, folder) for mode in modes}
-        return {mode: _half(tensors) for mode, tensors in inputs.items()}, "processor"
-    by_mode = {mode: _drawn(config, mode) for mode in modes}
-    return {mode: _half(tensors) for mode, tensors in by_mode.items() if tensors is not None}, "drawn"
+        return {mode: _half(_asked(processor, mode, folder)) for mode in modes}, "processor"
+    inputs: Inputs = {}
+    for mode in modes:
+        with suppress(ValueError):  # the format of other families' media depends on the processor
+            inputs[mode] = _half(tiny.inputs(config, mode))
+    return inputs, "drawn"
 
 
 def save_inputs(inputs: Inputs, path: Path) -> None:
@@ -103,34 +107,3 @@ def _samples(path: Path) -> Any:
     with wave.open(str(path)) as file:
         assert (file.getframerate(), file.getsampwidth(), file.getnchannels()) == (16_000, 2, 1)
         return np.frombuffer(file.readframes(file.getnframes()), dtype="<i2").astype(np.float32) / 32768
-
-
-def _drawn(config: Any, mode: str) -> dict[str, Any] | None:
-    import torch
-
-    generator = torch.Generator().manual_seed(7)
-    top = min(getattr(config.get_text_config(), "vocab_size", 300), 200_000) - 20
-    text = torch.randint(3, max(top, 4), (TEXT_TOKENS,), generator=generator)
-    if mode == "text":
-        ids = text.unsqueeze(0)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if config.model_type != "gemma4":
-        return None  # media of other families are not generated: their format depends on the processor
-    if mode == "image":
-        vision = config.vision_config
-        columns, rows = 4 * vision.pooling_kernel_size, 3 * vision.pooling_kernel_size
-        grid = torch.stack(torch.meshgrid(torch.arange(columns), torch.arange(rows), indexing="xy"), -1)
-        media = {
-            "pixel_values": torch.rand(1, columns * rows, 3 * vision.patch_size**2, generator=generator),
-            "image_position_ids": grid.reshape(1, -1, 2),
-        }
-        token, count = config.image_token_id, 12
-    else:
-        media = {
-            "input_features": torch.randn(1, 32, 128, generator=generator),
-            "input_features_mask": torch.ones(1, 32, dtype=torch.bool),
-        }
-        token, count = config.audio_token_id, 8
-    ids = torch.cat([text[:4], torch.full((count,), token), text[4:]]).unsqueeze(0)
-    types = (ids == token).long() * (1 if mode == "image" else 3)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types, **media}

@@ -76,9 +76,8 @@ def _silent(record: Mapping[str, Any], modes: list[Mapping[str, Any]], lane: str
             return "PASS_BUT_TOWER_WEIGHTS_DROPPED"
         if record.get("merged") and record.get("sequential_hooks"):
             return "PASS_BUT_MERGE_DROPPED_OFFLOADED"
-        if all(mode.get("equals_base") for mode in modes if mode.get("equals_base") is not None) and any(
-            mode.get("equals_base") for mode in modes
-        ):
+        of_base = {mode["equals_base"] for mode in modes if mode.get("equals_base") is not None}
+        if of_base == {True}:
             return "PASS_BUT_ADAPTER_HAS_NO_EFFECT"
         return "PASS_BUT_DIFFERENT_ANSWER"
     if any(mode.get("sees") is False for mode in modes):

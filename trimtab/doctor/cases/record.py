@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import platform
 import traceback
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from trimtab.doctor.facts.probe_kit import Heard, frames
 from trimtab.process.packages import missing, versions_of
 from trimtab.process.redact import Cleaner
 
 NEEDED = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safetensors", "numpy", "PIL")
 VERSIONED = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safetensors", "tokenizers", "numpy")
-LIBRARIES = ("accelerate", "bitsandbytes", "peft", "transformers")
 LINE_CHARS, MESSAGE_CHARS, TAIL_CHARS, MOST_LINES = 300, 2000, 4000, 60
 
 
@@ -36,57 +32,14 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | versions_of(VERSIONED)
 
 
-@dataclass
-class LogEvents:
-    """Warnings by first line with their counts, and log lines, in order without duplicates."""
-
-    warnings: Counter[str] = field(default_factory=Counter)
-    log_lines: dict[str, None] = field(default_factory=dict)
-
-    def to_json(self, clean: Cleaner) -> dict[str, Any]:
-        return {
-            "warnings": {clean(line): count for line, count in self.warnings.most_common(MOST_LINES)},
-            "log_lines": [clean(line) for line in list(self.log_lines)[:MOST_LINES]],
-        }
-
-
-class _Handler(logging.Handler):
-    def __init__(self, events: LogEvents) -> None:
-        super().__init__(logging.INFO)
-        self.events = events
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING or record.name.startswith("accelerate"):
-            self.events.log_lines[_line(record.getMessage().replace("\n", " "))] = None
-
-
-@contextmanager
-def listening() -> Iterator[LogEvents]:
-    """Yield the log events of the libraries from now on, including accelerate's INFO lines, which name modules that do not
-    fit."""
-    import transformers
-
-    log = LogEvents()
-    handler = _Handler(log)
-    transformers.utils.logging.disable_progress_bar()
-    loggers = [logging.getLogger(name) for name in LIBRARIES]
-    kept = [(logger, logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
-    for logger in loggers:
-        logger.handlers, logger.propagate = [handler], False
-    logging.getLogger("accelerate").setLevel(logging.INFO)
-
-    def show(message: Any, *_: Any, **__: Any) -> None:
-        log.warnings[_line(str(message))] += 1
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = show
-        try:
-            yield log
-        finally:
-            for logger, handlers, propagate, level in kept:
-                logger.handlers, logger.propagate = handlers, propagate
-                logger.setLevel(level)
+def heard_json(heard: Heard, clean: Cleaner) -> dict[str, Any]:
+    """Return warnings by first line with their counts, and log lines, in order without duplicates."""
+    counts = Counter(map(_line, heard.warnings))
+    lines = dict.fromkeys(_line(line.replace("\n", " ")) for line in heard.log_lines)
+    return {
+        "warnings": {clean(line): count for line, count in counts.most_common(MOST_LINES)},
+        "log_lines": [clean(line) for line in list(lines)[:MOST_LINES]],
+    }
 
 
 def _line(text: str) -> str:
@@ -95,8 +48,6 @@ def _line(text: str) -> str:
 
 def exception_json(error: BaseException, clean: Cleaner) -> dict[str, Any]:
     """Return an exception for the record; `fields` only for trimtab's errors."""
-    from trimtab.doctor.facts.probe_kit import frames
-
     message = clean(str(error))[:MESSAGE_CHARS]
     kept = frames(error)
     shown = [f"{frame['file']}:{frame['line']} in {frame['function']}" for frame in kept]

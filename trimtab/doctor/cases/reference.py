@@ -7,7 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trimtab.doctor.cases import stock_model
+from trimtab.doctor.cases.answers import forward, generate, sees
 from trimtab.doctor.cases.cases import Case
+from trimtab.doctor.cases.inputs import make_inputs, read_inputs, save_inputs
+from trimtab.doctor.cases.record import exception_json
+from trimtab.doctor.facts.probe_kit import quiet
 from trimtab.process.redact import Cleaner
 from trimtab.stock.load import load_adapter, without_repacking
 
@@ -20,24 +25,20 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
     """
     from safetensors.torch import save_file
 
-    from trimtab.doctor.cases import inputs as case_inputs
-    from trimtab.doctor.cases import stock_model as case_model
-    from trimtab.doctor.cases.record import exception_json, listening
-
     folder, save = Path(request["model"]), Path(request["save"])
-    card = case_model.Card(request["device"])
+    card = stock_model.Card(request["device"])
     quant, _, keep = request["name"].partition("+")
     case = Case(name="REFERENCE", title="", quant=quant, keep=keep, base_map="all")
     answers: dict[str, Any] = {}
-    with listening():
+    with quiet():
         if not Path(request["inputs"]).is_file():
-            made, source = case_inputs.make_inputs(folder)
-            case_inputs.save_inputs(made, Path(request["inputs"]))
+            made, source = make_inputs(folder)
+            save_inputs(made, Path(request["inputs"]))
             emit({"inputs": source})
-        empty = case_model.empty_model(folder)
-        arguments = case_model.load_arguments(case, case_model.parts_of(empty), empty, save.parent)
-        model = case_model.load_base(folder, arguments, card)
-        inputs = case_inputs.read_inputs(Path(request["inputs"]), card.device)
+        empty = stock_model.empty_model(folder)
+        arguments = stock_model.load_arguments(case, stock_model.parts_of(empty), empty, save.parent)
+        model = stock_model.load_base(folder, arguments, card)
+        inputs = read_inputs(Path(request["inputs"]), card.device)
         answers |= _answers(model, inputs, "base")
         if request["adapter"]:
             try:
@@ -52,14 +53,12 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
 def _answers(model: Any, inputs: Mapping[str, Any], voice: str) -> dict[str, Any]:
     import torch
 
-    from trimtab.doctor.cases import answers as case_answers
-
     answers: dict[str, Any] = {}
     for mode, tensors in inputs.items():
         # An exception of the stack here also occurs in the case itself, which records it.
         with suppress(Exception):
-            if mode == "image" and not case_answers.sees(model, tensors):
+            if mode == "image" and not sees(model, tensors):
                 continue  # the answer of a model that ignores images is no reference
-            answers[f"{mode}.{voice}.logits"] = case_answers.forward(model, tensors).contiguous()
-            answers[f"{mode}.{voice}.ids"] = torch.tensor(case_answers.generate(model, tensors)[0])
+            answers[f"{mode}.{voice}.logits"] = forward(model, tensors).contiguous()
+            answers[f"{mode}.{voice}.ids"] = torch.tensor(generate(model, tensors)[0])
     return answers

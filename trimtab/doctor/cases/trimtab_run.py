@@ -2,66 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from trimtab.doctor.cases.cases import Case, device_map, skip_modules
-from trimtab.process.redact import Cleaner
+from trimtab import api
+from trimtab.doctor.cases import stock_model
+from trimtab.doctor.cases.cases import device_map, skip_modules
+from trimtab.doctor.cases.engine_run import Emit, EngineRun, Enter, play
+from trimtab.doctor.cases.inputs import NEW_TOKENS
+from trimtab.errors import DoesNotFitError, TrimtabError
+from trimtab.request import GenerateRequest
 
-Emit = Callable[[dict[str, Any]], None]
 CONTEXT_TOKENS = 512
 ADAPTER = "adapter"
 CPU_TIERS = {"cpu": "stream", "disk": "disk"}
 
 
 def main(request: Mapping[str, Any], emit: Emit) -> None:
-    """Run one case on trimtab and report its record's fields. request: as for `stock_run.main`. Without a GPU the entries of the
-    user's map are requested by tier."""
-    emit({"stage": "import"})
-    from trimtab.doctor.cases.record import exception_json, listening, versions
-
-    emit({"facts": {"versions": versions()}})
-    clean = Cleaner(request["names"])
-    run = _Run(Case.from_json(request["case"]), request, emit, clean)
-    with listening() as events:
-        try:
-            run.run()
-        except Exception as exc:
-            failure = exception_json(exc, clean)
-            how = f"refused: {type(exc).__name__}, {failure['message'].splitlines()[0]}" if failure["ours"] else ""
-            emit({"facts": {"exception": failure, **({"how": how} if how else {})}})
-        finally:
-            emit({"facts": events.to_json(clean)})
+    """Run one case and report its record's fields. request: that of an `EngineRun`. Without a GPU the entries of the user's map are
+    requested by tier."""
+    play(TrimtabRun, request, emit)
 
 
-class _Run:
-    def __init__(self, case: Case, request: Mapping[str, Any], emit: Emit, clean: Any) -> None:
-        self.case, self.request, self.emit, self.clean = case, request, emit, clean
+class TrimtabRun(EngineRun):
+    """One case on trimtab."""
+
+    def __init__(self, request: Mapping[str, Any], emit: Emit) -> None:
+        super().__init__(request, emit)
         self.on_gpu = request["device"] != "cpu"
-        self.pressure = case.pressure if request["pressure"] is None else request["pressure"]
-
-    def facts(self, **found: Any) -> None:
-        self.emit({"facts": found})
-
-    def enter(self, stage: str) -> None:
-        self.emit({"stage": stage})
 
     def run(self) -> None:
-        import torch
+        """Report also why trimtab refused."""
+        try:
+            self.plan_and_load()
+        except TrimtabError as exc:
+            self.facts(how=f"refused: {type(exc).__name__}, {self.clean(str(exc)).splitlines()[0]}")
+            raise
 
-        from trimtab import api
-        from trimtab.doctor.cases import stock_model as case_model
+    def plan_and_load(self) -> None:
+        import torch
 
         self.facts(device=torch.cuda.get_device_name(0) if self.on_gpu else "CPU", pressure=self.pressure)
         self.enter("base")
-        folder = Path(self.request["model"])
-        self.parts = case_model.parts_of(case_model.empty_model(folder))
+        self.parts = stock_model.parts_of(stock_model.empty_model(self.folder))
         requested = device_map(self.case.peft_map if self.case.call == "dispatch" else self.case.base_map, self.parts)
         self.facts(map_asked=requested)
         options = self.options(requested)
         adapter: str | None = ADAPTER if self.case.needs_adapter else None
-        model_path = str(folder)
+        model_path = str(self.folder)
         if self.case.then:
             self.enter("merge")
             model_path, options = self.merge(model_path, options)
@@ -72,7 +60,7 @@ class _Run:
         self.enter("adapter" if adapter else "base")
         with api.load(plan) as model:
             self.look(plan, model, requested)
-            self.ask(model, adapter)
+            self.ask_modes(model, adapter)
 
     def options(self, requested: Mapping[str, Any] | str) -> dict[str, Any]:
         """Return the arguments of `trimtab.plan` for the case."""
@@ -95,8 +83,6 @@ class _Run:
 
     def budget(self, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options with the GPU budget that remains on the case's card."""
-        from trimtab import api
-
         share = self.pressure if self.case.gpu_share is None else self.case.gpu_share
         if share is None:
             return dict(options)
@@ -111,7 +97,7 @@ class _Run:
         """Return the merged checkpoint's folder and the options to load it with."""
         from trimtab.merging import merge
 
-        out = Path(self.request["work"]) / "merged"
+        out = self.work / "merged"
         direct = self.case.lane == "direct-4bit-merge"
         # The result has the case's formats: 4 bits again, or bf16 if the case leaves the quantized base.
         merge(model, out, adapters=options["adapters"], dtype="bfloat16")
@@ -149,61 +135,29 @@ class _Run:
             ", quantized again" if self.case.lane == "direct-4bit-merge" else ""
         )
 
-    def ask(self, model: Any, adapter: str | None) -> None:
-        """Run every mode, as the stock run does."""
-        from trimtab.doctor.cases import answers as case_answers
-        from trimtab.doctor.cases import inputs as case_inputs
-        from trimtab.doctor.cases.record import exception_json
+    def ask_modes(self, model: Any, adapter: str | None) -> None:
+        """Ask the model in every mode."""
         from trimtab.engine.batch import generate
         from trimtab.engine.kv.sequence import Inputs
 
-        given = case_inputs.read_inputs(Path(self.request["inputs"]), model.device)
-        reference = self.request["reference"]
-        references = case_answers.References(Path(reference) if reference else None)
-        to = case_answers.ADAPTER if self.case.needs_adapter else case_answers.BASE
-        modes: dict[str, Any] = {}
-        failed = ""
-        for mode, tensors in given.items():
+        def answer(mode: str, tensors: Mapping[str, Any], enter: Enter) -> tuple[Any, list[int], list[int]]:
             ids = tuple(tensors["input_ids"][0].tolist())
             inputs = Inputs(tensors, len(ids), ids, has_media=mode != "text")
-            stage = "first forward"
-            try:
-                self.enter(failed or stage)
-                with model.answering(adapter):
-                    logits = generate.logits(model, inputs)[-1]
-                    stage = "generate"
-                    self.enter(failed or stage)
-                    answer = generate.generate_text(model, inputs, _greedy())
-                modes[mode] = {
-                    "ok": True, "output_shape": [1, len(ids) + len(answer.token_ids)], "exception": None,
-                    "text": case_inputs.read_text(Path(self.request["model"]), list(answer.token_ids)),
-                    **references.compare(mode, logits, list(answer.token_ids), to=to),
-                }  # fmt: skip
-            except Exception as exc:
-                failure = exception_json(exc, self.clean)
-                modes[mode] = case_answers.no_answer(failure, stage)
-                if not failed:
-                    failed = stage
-                    self.facts(exception=failure)
-            self.facts(modes=modes)
-        self.enter(failed or "done")
+            enter("first forward")
+            with model.answering(adapter):
+                logits = generate.logits(model, inputs)[-1]
+                enter("generate")
+                generated = list(generate.generate_text(model, inputs, GenerateRequest(max_new_tokens=NEW_TOKENS)).token_ids)
+            return logits, generated, [1, len(ids) + len(generated)]
+
+        self.ask(model.device, answer)
 
 
 def _smaller(model: str, options: Mapping[str, Any], share: float) -> int:
     """Return this share of the whole model's GPU memory as the budget, or the smallest possible budget."""
-    from trimtab import api
-    from trimtab.errors import DoesNotFitError
-
     whole = api.plan(model, **options, place={"*": "resident"})
     try:
         api.plan(model, **options, gpu_memory=1)
     except DoesNotFitError as exc:
         return max(int(share * whole.gpu_peak_bytes), exc.needed_bytes)
     return int(share * whole.gpu_peak_bytes)
-
-
-def _greedy() -> Any:
-    from trimtab.doctor.cases.inputs import NEW_TOKENS
-    from trimtab.request import GenerateRequest
-
-    return GenerateRequest(max_new_tokens=NEW_TOKENS)

@@ -1,24 +1,45 @@
-"""Which bugs of other packages are known, one file each?"""
+"""Which bugs of other packages are known, in one file for each topic?"""
 
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from types import ModuleType
+
+from trimtab.doctor.facts.bug import Bug, Seen
+from trimtab.doctor.facts.probe_kit import Kit
 
 FOLDER = Path(__file__).resolve().parent
-# In the order of the ids.
-FILES = tuple(sorted((file.stem for file in FOLDER.glob("[a-z]*.py")), key=lambda name: (name[0], int(name[1 : name.index("_")]))))
 
 
-def read_entry(path: Path) -> ModuleType:
-    """Return the module of one catalogue file: its `BUG` and its `probe`."""
-    spec = importlib.util.spec_from_file_location(f"trimtab.doctor.catalogue.{path.stem}", path)
+@dataclass(frozen=True)
+class Entry:
+    """A known bug, its probe, and the file of both."""
+
+    bug: Bug
+    probe: Callable[[Kit], Seen]
+    path: Path
+
+
+@cache
+def read_catalogue(folder: Path = FOLDER) -> tuple[Entry, ...]:
+    """Return every entry of a folder in the order of the ids."""
+    entries = [entry for path in folder.glob("[a-z]*.py") for entry in read_entries(path)]
+    return tuple(sorted(entries, key=lambda entry: (entry.bug.id[0], int(entry.bug.id[1:]))))
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """Return the entries of one file: `A1_META_ITEM = Bug(...)` has the id A1, the name meta-item and the probe `a1_meta_item`."""
+    spec = importlib.util.spec_from_file_location(f"{__name__}.{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    number, _, name = path.stem.partition("_")
-    bug = module.BUG
-    vars(module)["BUG"] = replace(bug, id=bug.id or number.upper(), name=bug.name or name.replace("_", "-"))
-    return module
+    entries = []
+    for variable, bug in vars(module).items():
+        if isinstance(bug, Bug):
+            bug_id, _, name = variable.partition("_")
+            named = replace(bug, id=bug_id, name=name.lower().replace("_", "-"))
+            entries.append(Entry(named, getattr(module, variable.lower()), path))
+    return entries

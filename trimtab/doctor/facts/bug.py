@@ -22,12 +22,13 @@ class Affected:
 class Bug:
     """One entry of the catalogue.
 
-    id: letter and number ("A1"). name: short, with hyphens; both are those of the file. title: one line, what a user sees.
+    id: letter and number ("A1"). name: short, with hyphens; both are of its variable. title: one line, what a user sees.
     symptom: the message or the silent effect. trigger: the affected configuration. cause: file and function upstream. affected:
     the packages; with several, any fixed one is enough unless `versions` says otherwise. versions: as text, with the evidence
     for each. way_round: the workaround for users. owner: the repository for a report, the main one first (none: the affected
     packages). trackers: "owner/repository#number" with its state as text. trimtab: how trimtab itself avoids it. evidence:
-    "run" (reproduced), "source" (read in the installed files), "tracker" (reported by others).
+    "run" (reproduced), "source" (read in the installed files), "tracker" (reported by others). needs_gpu: whether only a visible
+    GPU shows it.
     """
 
     id: str = ""
@@ -43,6 +44,7 @@ class Bug:
     trackers: tuple[str, ...] = ()
     trimtab: str
     evidence: str
+    needs_gpu: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "owner", self.owner or tuple(one.package for one in self.affected))

@@ -7,8 +7,9 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -139,19 +140,6 @@ def on_cpu(device_map: Any) -> Any:
     return {key: main if isinstance(place, int) else place for key, place in device_map.items()}
 
 
-def adapted(model: Any, refusal: type[Exception]) -> Seen:
-    """Put a LoRA on the first layer of a Sequential: PEFT adapts a layer of its class, or refuses it with this error. Errors:
-    others of PEFT, which are no sign of this bug."""
-    import peft
-
-    with quiet():
-        try:
-            peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"]))
-        except refusal as exc:
-            return Seen(PRESENT, f"{type(exc).__name__}: {str(exc)[:120]}")
-    return Seen(FIXED, "PEFT adapts the layer")
-
-
 def behind_peft(device_map: Mapping[str, Any]) -> dict[str, Any]:
     """Return a base's device map with the names that its modules have inside a PeftModel (B3)."""
     return {f"base_model.model.{module_path}": place for module_path, place in device_map.items()}
@@ -198,6 +186,23 @@ def failure(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}{where}"
 
 
+def error_of(run: Callable[[], object], kind: type[Exception] | tuple[type[Exception], ...], *words: str) -> str:
+    """Run a call and return its error for evidence, "" if there is none. Errors: those of another kind, or with none of the words,
+    which are no sign of the bug."""
+    try:
+        run()
+    except kind as error:
+        if words and not any(word in str(error) for word in words):
+            raise
+        return failure(error)
+    return ""
+
+
+def seen(fault: str, fixed: str) -> Seen:
+    """Return that the bug is present with this fault, or, without one, fixed with the other text."""
+    return Seen(PRESENT, fault) if fault else Seen(FIXED, fixed)
+
+
 def installed_source(module: str, needle: str) -> tuple[str, int] | None:
     """Return the file (path from the package) and the line where an installed module's text has needle, None if nowhere."""
     try:
@@ -222,33 +227,48 @@ def from_package(filename: str, library: str) -> str:
     return "/".join(parts[(installed or places)[-1] :]) if places else parts[-1]
 
 
-class _Said(logging.Handler):
-    def __init__(self, said: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._said = said
+@dataclass
+class Heard:
+    """Warnings and log lines of the stack, each in order."""
+
+    warnings: list[str] = field(default_factory=list)
+    log_lines: list[str] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.warnings, *self.log_lines))
+
+
+class _Handler(logging.Handler):
+    def __init__(self, heard: Heard, told: Sequence[str]) -> None:
+        super().__init__(logging.INFO)
+        self._heard, self._told = heard, told
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._said.append(record.getMessage())
+        if record.levelno >= logging.WARNING or record.name.split(".")[0] in self._told:
+            self._heard.log_lines.append(record.getMessage())
 
 
 @contextmanager
-def quiet() -> Iterator[list[str]]:
-    """Hide warnings and log lines of the stack from the terminal; yield the list that collects them."""
-    warned: list[str] = []
-    handler = _Said(warned)
+def quiet(*told: str) -> Iterator[Heard]:
+    """Hide warnings and log lines of the stack from the terminal; yield what collects them. told: libraries whose INFO lines are
+    collected too."""
+    heard = Heard()
+    handler = _Handler(heard, told)
     loggers = [logging.getLogger(), *(logging.getLogger(name) for name in LIBRARIES)]
     before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
     _forget_said_once()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = lambda message, *_, **__: warned.append(str(message))
+        warnings.showwarning = lambda message, *_, **__: heard.warnings.append(str(message))
         for logger in loggers:
             # Lines of a library that propagates to the root logger are collected there.
             logger.handlers = [handler] if logger.parent is None or not logger.propagate else []
-            if logger.getEffectiveLevel() > logging.WARNING:
+            if logger.name in told:
+                logger.setLevel(logging.INFO)
+            elif logger.getEffectiveLevel() > logging.WARNING:
                 logger.setLevel(logging.WARNING)  # a program that silenced a library would hide the evidence
         try:
-            yield warned
+            yield heard
         finally:
             for logger, handlers, level in before:
                 logger.handlers = handlers

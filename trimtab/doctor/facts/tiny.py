@@ -1,4 +1,4 @@
-"""Which tiny checkpoints do probes use?"""
+"""Which tiny checkpoints do probes use, and which random inputs does a model take?"""
 
 from __future__ import annotations
 
@@ -141,43 +141,47 @@ def _value(path: str, tensor: Any, generator: Any) -> Any:
 
 
 def inputs(config: Any, kind: str) -> dict[str, Any]:
-    """Return forward arguments of one row for a model's config.
+    """Return random forward arguments of one row for a model's config.
 
     kind: "text", "image" or "audio". Pixels are float32, as from image processors.
-    Shapes: input_ids [1, S].
+    Shapes: input_ids [1, S]. Errors: ValueError for a kind that the family does not take.
     """
     import torch
 
     generator = torch.Generator().manual_seed(7)
-    text = torch.randint(3, 300, (8,), generator=generator)
+    vocabulary = min(config.get_text_config().vocab_size, VOCABULARY)
+    text = torch.randint(3, max(vocabulary - 20, 4), (8,), generator=generator)
     media: dict[str, Any] = {}
     placeholders: list[int] = []
     if kind == "image" and config.model_type == "gemma4":
-        media, placeholders = _patches(generator, config.vision_config), [BEGIN, *[IMAGE] * 6, END]
+        media = _patches(generator, config.vision_config)
+        placeholders = [config.boi_token_id, *[config.image_token_id] * 6, config.eoi_token_id]
     elif kind == "image" and config.model_type.startswith("qwen"):
         vision = config.vision_config
         pixels = torch.randn(16, 3 * vision.temporal_patch_size * vision.patch_size**2, generator=generator)
         media = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]])}
-        placeholders = [BEGIN, *[IMAGE] * 4, END]
-    elif kind == "audio" and getattr(config, "audio_config", None) is not None:
+        placeholders = [config.vision_start_token_id, *[config.image_token_id] * 4, config.vision_end_token_id]
+    elif kind == "audio" and config.model_type == "gemma4":
         media = {
             "input_features": torch.randn(1, 32, 128, generator=generator),
             "input_features_mask": torch.ones(1, 32, dtype=torch.bool),
         }
-        placeholders = [AUDIO] * 8
+        placeholders = [config.audio_token_id] * 8
     elif kind != "text":
         raise ValueError(f"{config.model_type} takes no {kind}")
     ids = torch.cat([text[:3], torch.tensor(placeholders, dtype=torch.long), text[3:]]).unsqueeze(0)
     tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | media
     if media:
-        tensors["mm_token_type_ids"] = (ids == IMAGE).long() + 3 * (ids == AUDIO).long()
+        token, number = (config.image_token_id, 1) if kind == "image" else (config.audio_token_id, 3)
+        tensors["mm_token_type_ids"] = number * (ids == token).long()
     return tensors
 
 
 def _patches(generator: Any, vision: Any) -> dict[str, Any]:
+    """Return an image of six soft tokens."""
     import torch
 
-    columns, rows = 6, 4  # 24 patches, pooled 2 x 2 to 6 soft tokens
+    columns, rows = 3 * vision.pooling_kernel_size, 2 * vision.pooling_kernel_size
     pixels = torch.rand(1, columns * rows, 3 * vision.patch_size**2, generator=generator)
-    grid = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    return {"pixel_values": pixels, "image_position_ids": torch.stack([grid[1], grid[0]], dim=-1).reshape(1, -1, 2)}
+    grid = torch.stack(torch.meshgrid(torch.arange(columns), torch.arange(rows), indexing="xy"), dim=-1)
+    return {"pixel_values": pixels, "image_position_ids": grid.reshape(1, -1, 2)}

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
+from trimtab.doctor.catalogue import read_catalogue
 from trimtab.doctor.facts.bug import Bug
 from trimtab.doctor.preflight.adapter import AdapterReading
 from trimtab.doctor.preflight.device_map import OFF, MapReading
 from trimtab.doctor.preflight.second_plan import SecondPlan
 from trimtab.doctor.preflight.shape import ModelShape
 from trimtab.doctor.preflight.unquantized import STACKED
-from trimtab.doctor.probes.runner import read_catalogue
 from trimtab.errors import gib
 from trimtab.report.document import counted
 

@@ -10,10 +10,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from trimtab.doctor.catalogue import read_entry
+from trimtab.doctor.catalogue import Entry, read_entries
 from trimtab.doctor.facts.bug import NOT_APPLICABLE, STATES, UNKNOWN, Seen
 from trimtab.doctor.facts.probe_kit import Kit, failure, quiet
 
@@ -21,27 +20,28 @@ STACK = ("torch", "transformers", "accelerate", "bitsandbytes", "peft")
 
 
 def main(request: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Emit {"event": "start", "id"} and {"event": "seen", "id", "state", "evidence", "seconds"} for every file.
+    """Emit {"event": "start", "id"} and {"event": "seen", "id", "state", "evidence", "seconds"} for every entry.
 
-    request: files (paths of catalogue entries), folder (where probes may write), timeout_s (for one probe), gpu_hidden: whether
+    request: ids and files of catalogue entries, folder (where probes may write), timeout_s (for one probe), gpu_hidden: whether
     entries that need a GPU are left for a process that may see it; ignored if torch has no GPU.
     """
     kit = Kit(Path(request["folder"]))
-    modules = [read_entry(Path(file)) for file in request["files"]]
-    _import_stack(kit, {affected.package for module in modules for affected in module.BUG.affected})
+    known = {entry.bug.id: entry for file in request["files"] for entry in read_entries(Path(file))}
+    entries = [known[bug_id] for bug_id in request["ids"]]
+    _import_stack(kit, {affected.package for entry in entries for affected in entry.bug.affected})
     home = os.getcwd()
-    for module in modules:
-        if request["gpu_hidden"] and getattr(module, "NEEDS_GPU", False) and _is_built_for_gpu(kit):
+    for entry in entries:
+        if request["gpu_hidden"] and entry.bug.needs_gpu and _is_built_for_gpu(kit):
             continue
-        emit({"event": "start", "id": module.BUG.id})
+        emit({"event": "start", "id": entry.bug.id})
         started = time.monotonic()
         faulthandler.dump_traceback_later(request["timeout_s"], exit=True, file=sys.stderr)
-        seen = _seen(module, kit)
+        seen = _seen(entry, kit)
         faulthandler.cancel_dump_traceback_later()
         os.chdir(home)
         gc.collect()
         emit(
-            {"event": "seen", "id": module.BUG.id, "state": seen.state, "evidence": seen.evidence}
+            {"event": "seen", "id": entry.bug.id, "state": seen.state, "evidence": seen.evidence}
             | {"seconds": round(time.monotonic() - started, 3)}
         )
 
@@ -67,14 +67,14 @@ def _is_built_for_gpu(kit: Kit) -> bool:
     return bool(torch.version.cuda or torch.version.hip)
 
 
-def _seen(module: ModuleType, kit: Kit) -> Seen:
+def _seen(entry: Entry, kit: Kit) -> Seen:
     """Return the probe's result; an unexpected error is "unknown" with that error."""
-    for affected in module.BUG.affected:
+    for affected in entry.bug.affected:
         if not kit.has(affected.package):
             return Seen(NOT_APPLICABLE, f"{affected.package} is not installed")
     try:
         with quiet():
-            seen = module.probe(kit)
+            seen = entry.probe(kit)
     except ModuleNotFoundError as error:
         if error.name in STACK:
             return Seen(NOT_APPLICABLE, f"{error.name} is not installed")

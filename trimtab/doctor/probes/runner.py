@@ -6,12 +6,12 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.names import near_names
-from trimtab.doctor.catalogue import FILES, FOLDER, read_entry
+from trimtab.doctor.catalogue import FOLDER, Entry, read_catalogue
 from trimtab.doctor.facts.bug import STATES, UNKNOWN, Bug, Seen
 from trimtab.errors import RequestError
 from trimtab.process.runner import DONE, Outcome, run_inside
@@ -19,14 +19,6 @@ from trimtab.process.work_folder import work_folder
 from trimtab.report.document import Details, Document, Facts, Heading, Table, Text
 
 IMPORTS_S = 240.0  # time limit for importing the stack from a cold disk, separate from every probe's limit
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One file of the catalogue."""
-
-    bug: Bug
-    path: Path
 
 
 @dataclass(frozen=True)
@@ -41,21 +33,8 @@ class Verdict:
         """Return the verdict with all that is known about the bug, as JSON; the bug's own `evidence` is "known_from"."""
         known = asdict(self.bug)
         known["known_from"] = known.pop("evidence")
+        del known["needs_gpu"]
         return known | {"state": self.seen.state, "evidence": self.seen.evidence, "seconds": self.seconds}
-
-
-def read_catalogue(folder: Path | None = None) -> tuple[Entry, ...]:
-    """Return every entry in the order of the catalogue; folder: another one than the package's, in order of its file names."""
-    return _own() if folder is None else tuple(map(_entry, sorted(folder.glob("[a-z]*.py"))))
-
-
-@cache
-def _own() -> tuple[Entry, ...]:
-    return tuple(_entry(FOLDER / f"{name}.py") for name in FILES)
-
-
-def _entry(path: Path) -> Entry:
-    return Entry(read_entry(path).BUG, path)
 
 
 def run_probes(
@@ -64,7 +43,7 @@ def run_probes(
     ids: Sequence[str] = (),
     timeout_s: float = 60.0,
     progress: Callable[[int, int], None] | None = None,
-    catalogue: Path | None = None,
+    catalogue: Path = FOLDER,
 ) -> tuple[Verdict, ...]:
     """Return a verdict for each entry, or for those of `ids` ("A1"), in the order of the catalogue.
 
@@ -114,7 +93,8 @@ class _Run:
         environment = _ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": ""} if gpu_hidden else {})
         while left := self._left(entries):
             self._started, bugs = "", {entry.bug.id: entry.bug for entry in left}
-            request = {"files": [str(entry.path) for entry in left], "folder": str(folder)}
+            files = dict.fromkeys(str(entry.path) for entry in left)
+            request = {"ids": list(bugs), "files": list(files), "folder": str(folder)}
             outcome = run_inside(
                 "trimtab.doctor.probes.child",
                 request | {"timeout_s": self._timeout_s, "gpu_hidden": gpu_hidden},

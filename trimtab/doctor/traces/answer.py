@@ -214,7 +214,7 @@ def _index() -> Index:
 @cache
 def known_bugs() -> Mapping[str, Bug]:
     """Return the catalogue of known bugs by id."""
-    from trimtab.doctor.probes.runner import read_catalogue
+    from trimtab.doctor.catalogue import read_catalogue
 
     return {entry.bug.id: entry.bug for entry in read_catalogue()}
 
