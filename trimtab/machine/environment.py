@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -17,6 +17,7 @@ import psutil
 from trimtab._version import __version__
 from trimtab.errors import RequestError, gib
 from trimtab.machine.memory import read_cpuinfo
+from trimtab.process.json_file import as_json
 from trimtab.process.redact import scrubbed
 from trimtab.process.runner import run_inside
 from trimtab.report.document import Block, Document, Facts, Table
@@ -87,9 +88,7 @@ class Environment:
 
     def to_json(self) -> dict[str, Any]:
         """Return the environment as JSON-ready values."""
-        values = asdict(self)
-        values["cpu_flags"], values["gpus"] = list(self.cpu_flags), [asdict(gpu) for gpu in self.gpus]
-        return {"format": FORMAT} | values
+        return {"format": FORMAT, **as_json(self)}
 
 
 def read_environment(python: str | os.PathLike[str] | None = None) -> Environment:

@@ -1,4 +1,4 @@
-"""How are JSON files read within limits of bytes, values and depth?"""
+"""How are JSON files read within limits of bytes, values and depth, and values of this package written as JSON?"""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -94,6 +94,15 @@ _TOO_LONG = re.compile(rb"[0-9]{%d}" % (MOST_DIGITS + 1))
 
 class JsonError(ValueError):
     """The reason why a file cannot be read, as text that follows its name."""
+
+
+def as_json(value: Any) -> Any:
+    """Return a value as JSON has it: dataclasses (their compared fields) and mappings as objects, tuples as lists."""
+    if is_dataclass(value):
+        return {item.name: as_json(getattr(value, item.name)) for item in fields(value) if item.compare}
+    if isinstance(value, Mapping):
+        return {name: as_json(one) for name, one in value.items()}
+    return [as_json(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_json(path: str | os.PathLike[str], kind: str) -> Any:

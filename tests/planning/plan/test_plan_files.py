@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def _whole():
     values = plan(8, adapters={"a": "folder"}, place={"audio": "host"}).to_json()
     values["placements"] = values["placements"][:3]  # enough of each kind, and a smaller space to search
     values["unquantized"] = values["unquantized"][:1]
-    values["card"] = find_card("RTX 4060 8GB").to_json()
+    values["card"] = asdict(find_card("RTX 4060 8GB"))
     values["checkpoint_stamps"] = [["model.safetensors", 5, 6]]
     values["adapter_stamps"] = {"a": [["adapter_config.json", 1, 2]]}
     return json.loads(json.dumps(values))
@@ -106,7 +107,7 @@ def test_another_version_is_named_before_anything_else(version, tmp_path):
 
 def test_cards_of_a_file_are_checked_too():
     for name, value in (("source", "hearsay"), ("capability", "new"), ("pcie", "9.0 x1"), ("memory_mib", -1)):
-        error = refused(Card.from_json, find_card("T4").to_json() | {name: value})
+        error = refused(Card.from_json, asdict(find_card("T4")) | {name: value})
         assert error.field == f"plan.card.{name}"
     assert machine_of(find_card("T4"), host_available_bytes=1).capability == (7, 5)
 

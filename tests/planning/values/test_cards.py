@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -511,7 +511,7 @@ def test_the_command_plans_for_a_card(capsys):
 
 @pytest.mark.parametrize("change", [{"memory_mib": "much"}, {"extra": 1}, {"estimated": 1}, {"name": None}, {"tflops": True}])
 def test_a_changed_profile_in_a_plan_file_is_refused(change):
-    assert raised(RequestError, lambda: Card.from_json(find_card("T4").to_json() | change)).field.startswith("plan.card")
+    assert raised(RequestError, lambda: Card.from_json(asdict(find_card("T4")) | change)).field.startswith("plan.card")
 
 
 def test_a_plan_is_chosen_by_the_link_that_the_card_has():
