@@ -83,9 +83,9 @@ NO_PLAN = [
     (("gpu",), []), (("gpu", "weights"), -1), (("gpu", "weights"), True), (("gpu_budget_bytes",), 2**80),
     (("gpu_budget_bytes",), 1.5), (("execution_device",), "cuda:0; rm"), (("prefill_tokens",), 0), (("model_class",), None),
     (("adapter_stamps", "a", 0, 1), "1"), (("placements", 0, "tier"), "moon"), (("execution", "towers", "mode"), "fused"),
-    (("execution", "step", "mode"), "warp"), (("request", "quant"), "q8_k"), (("card", "source"), "hearsay"), (("card", "capability"), "new"), (("card", "pcie"), "9.0 x1"),
-    (("card", "memory_mib"), -1), (("card", "memory_mib"), "much"), (("card", "extra"), 1), (("card", "estimated"), 1),
-    (("card", "name"), None), (("card", "tflops"), True),
+    (("execution", "step", "mode"), "warp"), (("request", "quant"), "q8_k"), (("card", "source"), "hearsay"),
+    (("card", "capability"), "new"), (("card", "pcie"), "9.0 x1"), (("card", "memory_mib"), -1), (("card", "memory_mib"), "much"),
+    (("card", "extra"), 1), (("card", "estimated"), 1), (("card", "name"), None), (("card", "tflops"), True),
 ]  # fmt: skip
 
 
