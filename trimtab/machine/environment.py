@@ -16,6 +16,7 @@ import psutil
 
 from trimtab._version import __version__
 from trimtab.errors import RequestError, gib
+from trimtab.machine.gpus import nvidia_driver
 from trimtab.machine.memory import read_cpuinfo
 from trimtab.process.json_file import as_json
 from trimtab.process.redact import scrubbed
@@ -173,24 +174,6 @@ def _brand_of_mac() -> str:
     buffer = ctypes.create_string_buffer(size.value)
     failed = library.sysctlbyname(b"machdep.cpu.brand_string", buffer, ctypes.byref(size), None, 0)
     return "" if failed else buffer.value.decode("utf-8", "replace")
-
-
-def nvidia_driver() -> str | None:
-    """Return the version of NVIDIA's driver, None without one. Source: NVML, nvmlSystemGetDriverVersion."""
-    for name in ("nvml.dll",) if sys.platform == "win32" else ("libnvidia-ml.so.1",):
-        try:
-            library = ctypes.CDLL(name)
-        except OSError:
-            continue
-        if library.nvmlInit_v2() != 0:
-            return None
-        try:
-            buffer = ctypes.create_string_buffer(96)
-            failed = library.nvmlSystemGetDriverVersion(buffer, ctypes.c_uint(len(buffer)))
-            return None if failed else buffer.value.decode("ascii", "replace")
-        finally:
-            library.nvmlShutdown()
-    return None
 
 
 # For people -----------------------------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ def test_plan_takes_it_as_an_argument_as_a_flag_and_as_a_file(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("text", "word"), [
-    ("{", "is not JSON"), ('{"0": "4GiB", "0": "5GiB"}', "one key twice"), ("nowhere.json", "cannot be read"),
+    ("{", "is not JSON"), ('{"0": "4GiB", "0": "5GiB"}', "is given twice"), ("nowhere.json", "cannot be read"),
     ('{"0": "4GiB", "1": "4GiB"}', "names 2 GPUs"),
 ])  # fmt: skip
 def test_a_flag_that_cannot_be_read_names_itself(text, word):
