@@ -184,7 +184,8 @@ def _parse(file: Path, raw: bytes, file_bytes: int) -> Header:
             tensors[name] = _entry(file, name, item, data_start)
         except ValueError as exc:
             problems.append((_shown(name), str(exc)))
-    refuse_tensors(file, problems)
+    if problems:
+        refuse_tensors(file, problems)
     _check_layout(file, tensors, data_start, file_bytes)
     return Header(file, metadata, tensors)
 
@@ -235,7 +236,8 @@ def _check_layout(file: Path, tensors: dict[str, TensorEntry], data_start: int, 
         (entry.tensor_name, f"ends at byte {entry.start + entry.nbytes} of a file of {file_bytes} B")
         for entry in ordered if entry.start + entry.nbytes > file_bytes
     ]  # fmt: skip
-    refuse_tensors(file, beyond, hint="The file is truncated: copy or download it again")
+    if beyond:
+        refuse_tensors(file, beyond, hint="The file is truncated: copy or download it again")
     problems: list[tuple[str, str]] = []
     at = data_start
     for entry in ordered:
@@ -244,6 +246,7 @@ def _check_layout(file: Path, tensors: dict[str, TensorEntry], data_start: int, 
         elif entry.start > at:
             problems.append((entry.tensor_name, f"a gap of {entry.start - at} B is before it"))
         at = max(at, entry.start + entry.nbytes)
-    refuse_tensors(file, problems)
+    if problems:
+        refuse_tensors(file, problems)
     if at != file_bytes:
         refuse(file, f"{file_bytes - at} B follow the last tensor")

@@ -132,10 +132,8 @@ def refuse(path: Path, reason: str, tensor_name: str | None = None, hint: str = 
     raise CheckpointError(reason, path=path, tensor_name=tensor_name, hint=hint)
 
 
-def refuse_tensors(path: Path, problems: Sequence[tuple[str, str]], hint: str = "") -> None:
-    """Raise CheckpointError if there is any problem (name, reason); it is about the first tensor and names the others."""
-    if not problems:
-        return
+def refuse_tensors(path: Path, problems: Sequence[tuple[str, str]], hint: str = "") -> NoReturn:
+    """Raise CheckpointError for problems (name, reason); it is about the first tensor and names the others."""
     name, reason = problems[0]
     if len(problems) > 1:
         others = [f"{other}: {why}" for other, why in problems[1 : 1 + SHOWN_PROBLEMS]]
@@ -292,5 +290,6 @@ def _laid_out(
         at = -(-max(at, tensor.start + tensor.nbytes) // alignment) * alignment
     if not problems and file_bytes > at:
         refuse(path, f"{file_bytes - at} B follow the last tensor", hint=_DAMAGED)
-    refuse_tensors(path, problems, _NEWER if problems and "unknown type" in problems[0][1] else _DAMAGED)
+    if problems:
+        refuse_tensors(path, problems, _NEWER if "unknown type" in problems[0][1] else _DAMAGED)
     return tensors
