@@ -223,7 +223,7 @@ def test_a_flag_that_cannot_be_followed_is_named(arguments, field):
     assert refused(request_of, *arguments).field == field
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '"cpu"', '{"a": true}', '{"a": null}', '{"a": 1.5}'])
+@pytest.mark.parametrize("text", ["{", '{"a": 0, "a": 1}', "[]", '"cpu"', '{"a": true}', '{"a": null}', '{"a": 1.5}'])
 def test_a_file_that_holds_no_device_map_is_refused(text, tmp_path):
     (tmp_path / "map.json").write_text(text)
     error = refused(request_of, "--device-map", str(tmp_path / "map.json"))
