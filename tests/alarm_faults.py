@@ -60,16 +60,12 @@ def _keys(tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted(name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight"))
 
 
-def scale_off(adapter: Path) -> None:
-    change_config(adapter, lambda config: config.update(lora_alpha=config["lora_alpha"] * 1.01))
+def alpha_times(factor: float) -> Callable[[Path], Path]:
+    return lambda adapter: change_config(adapter, lambda config: config.update(lora_alpha=config["lora_alpha"] * factor))
 
 
-def scale_off_down(adapter: Path) -> None:
-    change_config(adapter, lambda config: config.update(lora_alpha=config["lora_alpha"] * 0.99))
-
-
-def module_dropped(adapter: Path) -> None:
-    change_tensors(adapter, lambda tensors: scale_b(tensors, 0.0, _keys(tensors)[0]))
+def module_dropped(adapter: Path) -> Path:
+    return change_tensors(adapter, lambda tensors: scale_b(tensors, 0.0, _keys(tensors)[0]))
 
 
 def module_transposed(adapter: Path) -> None:
@@ -98,17 +94,10 @@ def modules_swapped(adapter: Path) -> None:
     change_tensors(adapter, swap)
 
 
-def rule_of_scale(adapter: Path) -> None:
-    change_config(adapter, lambda config: config.update(use_rslora=not config.get("use_rslora")))
-
-
-ADAPTER_FAULTS: Mapping[str, Callable[[Path], None]] = {
-    "scale 1 % too large": scale_off, "scale 1 % too small": scale_off_down, "one module dropped": module_dropped,
+ADAPTER_FAULTS: Mapping[str, Callable[[Path], object]] = {
+    "scale 1 % too large": alpha_times(1.01), "scale 1 % too small": alpha_times(0.99), "one module dropped": module_dropped,
     "one module transposed": module_transposed, "two modules swapped": modules_swapped,
-    "alpha / r for alpha / sqrt(r), or the reverse": rule_of_scale,
+    "alpha / r for alpha / sqrt(r), or the reverse": lambda adapter: change_config(
+        adapter, lambda config: config.update(use_rslora=not config.get("use_rslora"))
+    ),
 }  # fmt: skip
-
-
-def adapter_fault(fault: str, folder: Path) -> None:
-    """Plant a fault in an adapter's folder."""
-    ADAPTER_FAULTS[fault](folder)

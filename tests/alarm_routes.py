@@ -17,7 +17,7 @@ from torch import Tensor
 
 import trimtab
 from tests import pico
-from tests.alarm_faults import ADAPTER_FAULTS, adapter_fault, change_tensors, cpu_threads, quiet
+from tests.alarm_faults import ADAPTER_FAULTS, change_tensors, cpu_threads, quiet
 from trimtab.demo import demo as line
 from trimtab.errors import ParityError
 from trimtab.request import LoadRequest
@@ -96,7 +96,7 @@ def judge_route(route: Route, fault: str | None = None) -> dict[str, Any]:
             case = own(*args)
             if fault in ADAPTER_FAULTS:
                 wrong = Path(shutil.copytree(work / "a", work / "wrong"))
-                adapter_fault(fault, wrong)
+                ADAPTER_FAULTS[fault](wrong)
                 changed = replace(case.subject.request, adapters={"a": str(wrong)})
             else:
                 wrong = change_tensors(Path(shutil.copytree(base, work / "wrong")), ROUTE_FAULTS[str(fault)])

@@ -214,7 +214,6 @@ def _planned(
     request: LoadRequest, *, later: Mapping[str, str] | None, inputs: PlanInputs, is_advised: bool, media: ServedMedia | None
 ) -> Plan:  # fmt: skip
     """Return the plan of a request, as `plan_request` does. Its errors consider only this card."""
-    from trimtab.machine import machine_cache as anatomies
     from trimtab.machine import machine_cache as known
     from trimtab.machine.memory import disk_free_bytes, host_available_bytes, process_bytes
 
@@ -263,13 +262,13 @@ def _planned(
         head_refused = head_change(specs, anatomy)
         small = replace(request, head="int8")
         if not head_refused:
-            head_refused = anatomies.find_refusal(checkpoint, small, keeps_16bit=narrow) or ""
+            head_refused = known.find_refusal(checkpoint, small, keeps_16bit=narrow) or ""
         try:
             if not head_refused:
                 head8 = anatomy_for(checkpoint, small, inputs, keeps_16bit=narrow)
         except RequestError as exc:
             head_refused = str(exc).splitlines()[0]
-            anatomies.keep_refusal(checkpoint, small, head_refused, keeps_16bit=narrow)
+            known.keep_refusal(checkpoint, small, head_refused, keeps_16bit=narrow)
     phases.begin("planning")
     disk_bytes = disk_free_bytes(request.offload_dir)
     held = 0 if later is None else held_bytes(every.values())

@@ -204,6 +204,7 @@ class UpstreamError(TrimtabError):
         super().__init__(f"{package} {installed} ({fixed}): {reason}{f' ({url})' if url else ''}", hint=hint)
 
 
+# In the order of their exit codes (process/exit_codes.py).
 KINDS: tuple[type[TrimtabError], ...] = (
     RequestError, CheckpointError, DoesNotFitError, AdapterError, DeviceError, ParityError, UpstreamError,
 )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 
 from trimtab.adapter_names import NAME, NAME_RULE, Adapters, without_demo_name
 from trimtab.errors import RequestError
+from trimtab.process.json_file import as_json
 
 TIERS = ("resident", "gather", "stream", "disk", "host")
 QUANTS = ("none", "int8", "fp4", "nf4", "nf4-dq")
@@ -225,13 +226,7 @@ class LoadRequest:
 
     def to_json(self) -> dict[str, Any]:
         """Return the request as JSON-ready values."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        for name in ("adapters", "place"):
-            values[name] = dict(values[name])
-        if self.device_map is not None:
-            values["device_map"] = dict(self.device_map)
-        values["keep_unquantized"] = list(self.keep_unquantized)
-        return values
+        return dict(as_json(self))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LoadRequest:

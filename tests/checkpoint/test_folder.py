@@ -40,12 +40,15 @@ def folder_of(folder: Path, files: Mapping[str, bytes], config: Mapping[str, Any
     return folder
 
 
+INDEX = "model.safetensors.index.json"
+SHARDS = {
+    "one.safetensors": safetensors(("a",)), "two.safetensors": safetensors(("b", "c")),
+    INDEX: index({"a": "one.safetensors", "b": "two.safetensors"}),
+}  # fmt: skip
+
+
 def sharded(folder: Path, **more: bytes) -> Path:
-    files = {
-        "one.safetensors": safetensors(("a",)), "two.safetensors": safetensors(("b", "c")),
-        "model.safetensors.index.json": index({"a": "one.safetensors", "b": "two.safetensors"}),
-    }  # fmt: skip
-    return folder_of(folder, files | more)
+    return folder_of(folder, SHARDS | more)
 
 
 def refusal(model: str | Path) -> CheckpointError:
@@ -80,28 +83,27 @@ def test_text_is_as_good_as_a_path(tmp_path: Path) -> None:
     assert read_checkpoint(str(folder)) == read_checkpoint(folder)
 
 
-def test_single_file_wins_over_an_index(tmp_path: Path) -> None:
-    found = read_checkpoint(sharded(tmp_path / "m", **{"model.safetensors": safetensors(("single",))}))
-    assert list(found.tensors) == ["single"]
+# Files, what the config names, and what is read of them.
+READ: list[tuple[dict[str, bytes], str | None, list[str], str]] = [
+    (SHARDS | {"model.safetensors": safetensors(("single",))}, None, ["model.safetensors"], "single"),
+    (SHARDS, None, ["one.safetensors", "two.safetensors"], "a b c"),  # c is in a file of the index, not in its map
+    (SHARDS | {INDEX: index({"a": "one.safetensors", "b": "two.safetensors", "c": "./two.safetensors"})}, None,
+     ["one.safetensors", "two.safetensors"], "a b c"),
+    (SHARDS | {"consolidated.safetensors": b"broken", "three.safetensors": b"", "old.bin": b""}, None,
+     ["one.safetensors", "two.safetensors"], "a b c"),
+    ({"other.safetensors": safetensors(("other",)), "model.safetensors": safetensors()}, "other.safetensors",
+     ["other.safetensors"], "other"),
+    ({"pytorch_model.bin": b"", "model.safetensors": safetensors()}, None, ["model.safetensors"], "a"),
+]  # fmt: skip
 
 
-def test_index_names_the_files_and_every_tensor_in_them_counts(tmp_path: Path) -> None:
-    folder = sharded(tmp_path / "m")
+@pytest.mark.parametrize(("files", "named", "read", "tensors"), READ)
+def test_the_files_that_config_and_index_name_are_read_and_no_others(
+    tmp_path: Path, files: dict[str, bytes], named: str | None, read: list[str], tensors: str
+) -> None:
+    folder = folder_of(tmp_path / "m", files, None if named is None else {"transformers_weights": named})
     found = read_checkpoint(folder)
-    assert found.files == (folder / "one.safetensors", folder / "two.safetensors")
-    assert set(found.tensors) == {"a", "b", "c"}  # c is in a file of the index, not in its map
-
-
-def test_a_file_that_the_index_spells_in_two_ways_is_read_once(tmp_path: Path) -> None:
-    folder = sharded(tmp_path / "m")
-    spelled = {"a": "one.safetensors", "b": "two.safetensors", "c": "./two.safetensors"}
-    (folder / "model.safetensors.index.json").write_bytes(index(spelled))
-    assert sorted(read_checkpoint(folder).files) == [folder / "one.safetensors", folder / "two.safetensors"]
-
-
-def test_files_that_the_index_does_not_name_are_never_read(tmp_path: Path) -> None:
-    folder = sharded(tmp_path / "m", **{"consolidated.safetensors": b"broken", "three.safetensors": b"", "old.bin": b""})
-    assert set(read_checkpoint(folder).tensors) == {"a", "b", "c"}
+    assert sorted(found.files) == [folder / name for name in read] and sorted(found.tensors) == tensors.split()
 
 
 def test_shards_in_a_folder_below_keep_their_path_in_the_stamps(tmp_path: Path) -> None:
@@ -109,12 +111,6 @@ def test_shards_in_a_folder_below_keep_their_path_in_the_stamps(tmp_path: Path) 
     found = read_checkpoint(folder_of(tmp_path / "m", files))
     assert [name for name, *_ in found.stamps] == ["config.json", "model.safetensors.index.json", "sub/one.safetensors"]
     check_unchanged(found)
-
-
-def test_config_names_another_weight_file(tmp_path: Path) -> None:
-    files = {"other.safetensors": safetensors(("other",)), "model.safetensors": safetensors(("usual",))}
-    folder = folder_of(tmp_path / "m", files, {"transformers_weights": "other.safetensors"})
-    assert list(read_checkpoint(folder).tensors) == ["other"]
 
 
 def test_config_names_another_index_and_it_is_checked(tmp_path: Path) -> None:
@@ -186,30 +182,54 @@ def test_any_text_that_is_no_folder_is_refused(model: str) -> None:
 def test_folder_without_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(safetensors())
     assert "has no config.json" in str(refusal(tmp_path))
-
-
-def test_adapter_folder_is_refused_as_one(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_bytes(b"{}")
     error = refusal(tmp_path)
     assert "is an adapter, not a model" in str(error) and "base model" in error.hint
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"", "not JSON"), (b"{", "not JSON"), (b"\xff{}", "not JSON"), (b"[]", "not a JSON object"),
-        (b"[" * 50_000, "not JSON"), (b"null", "not a JSON object"),
-    ],
-    ids=["empty", "cut", "no-utf8", "list", "deep", "null"],
-)  # fmt: skip
-def test_config_that_is_no_json_object_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
-    error = refusal(folder_of(tmp_path / "m", {"config.json": content, "model.safetensors": safetensors()}))
-    assert error.path == str(tmp_path / "m" / "config.json") and reason in str(error)
+ONE = {"model.safetensors": safetensors()}
+MLX = {"quantization": {"group_size": 64, "bits": 4}}
+OUTSIDE = ("../x.safetensors", "/etc/x.safetensors", "sub/../../x", "..\\x", "C:\\x", "C:x", "\\\\host\\x", "", ".", "a\0b")
+MIXED_UP = {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors", "d": "two.safetensors"}
+# Files, a config, the file that the error names ("": the folder), what it says.
+REFUSED: list[tuple[dict[str, bytes], Any, str, tuple[str, ...]]] = [
+    *((ONE | {"config.json": text}, None, "config.json", (words,)) for text, words in (
+        (b"", "not JSON"), (b"{", "not JSON"), (b"\xff{}", "not JSON"), (b"[]", "not a JSON object"), (b"[" * 50_000, "not JSON"),
+        (b"null", "not a JSON object"),
+    )),
+    ({}, {"quantization_config": "nf4"}, "config.json", ("quantization_config is not an object",)),
+    *((ONE, config, "", (f"packed for {words}", "Use a GGUF file")) for config, words in (
+        (MLX, "MLX"), (MLX | {"quantization_config": MLX["quantization"]}, "MLX"),
+        ({"quantization_config": {"quant_method": "exl2", "bits": 4.0}}, "ExLlama (EXL2)"),
+        ({"quantization_config": {"quant_method": "exl3"}}, "ExLlama (EXL3)"),
+    )),
+    *((ONE, {"transformers_weights": name}, "config.json", (f"transformers_weights is {name!r}",))
+      for name in ("x.bin", "", 1, ["x.safetensors"], "x.safetensors.index")),
+    (ONE, {"transformers_weights": "x.safetensors"}, "config.json", ("names x.safetensors, which is missing",)),
+    ({}, {"transformers_weights": "../x.safetensors"}, "config.json", ("names a file outside its folder",)),
+    *(({INDEX: index({"a": name})}, None, INDEX, (f"names a file outside its folder: {name!r}",)) for name in OUTSIDE),
+    *(({INDEX: text}, None, INDEX, ("has no weight_map",))
+      for text in (b"{}", b'{"weight_map": []}', b'{"weight_map": {}}', b'{"weight_map": {"a": 1}}')),
+    ({INDEX: SHARDS[INDEX]}, None, "", ("2 of 2 shards are missing: one.safetensors, two.safetensors", "download them again")),
+    ({INDEX: index({"a": "x" * 5000})}, None, "", ("1 of 1 shards are missing",)),
+    (SHARDS | {INDEX: index(MIXED_UP)}, None, INDEX,
+     ("names tensors that are not in that file: b (in one.safetensors) (and 1 more: d (in two.safetensors))",)),
+    (SHARDS | {"two.safetensors": safetensors(("a", "b"))}, None, "two.safetensors", ("tensor a: is in one.safetensors as well",)),
+    (SHARDS | {"two.safetensors": b"version https://git-lfs.github.com/spec/v1\n"}, None, "two.safetensors", ("Git LFS",)),
+    *(({name: b"", "training_args.bin": b""}, None, "", (f"only as pickle ({name})", "Convert it to safetensors"))
+      for name in ("pytorch_model.bin", "model.pt", "model.pth", "model.ckpt")),
+    *(({name: safetensors()}, None, "", (f"has {name}, but neither model.safetensors nor {INDEX}",))
+      for name in ("model-00001-of-00002.safetensors", "consolidated.safetensors", "m-Q4_K_M.gguf")),
+]  # fmt: skip
 
 
-def test_quantization_that_is_no_object_is_refused(tmp_path: Path) -> None:
-    error = refusal(folder_of(tmp_path / "m", {}, {"quantization_config": "nf4"}))
-    assert "quantization_config is not an object" in str(error)
+@pytest.mark.parametrize(("files", "config", "named", "words"), REFUSED)
+def test_what_is_no_checkpoint_is_refused_by_its_file(
+    tmp_path: Path, files: dict[str, bytes], config: Any, named: str, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "x.safetensors").write_bytes(safetensors())
+    error = refusal(folder_of(tmp_path / "m", files, config))
+    assert error.path == str(tmp_path / "m" / named) and all(one in str(error) for one in words)
 
 
 def test_json_over_the_limit_is_refused(tmp_path: Path) -> None:
@@ -217,100 +237,6 @@ def test_json_over_the_limit_is_refused(tmp_path: Path) -> None:
     with open(folder / "config.json", "r+b") as handle:
         handle.truncate(2**31)  # sparse: takes no disk
     assert "has more than 4000000 B" in str(refusal(folder))
-
-
-def test_missing_shards_are_all_named(tmp_path: Path) -> None:
-    folder = sharded(tmp_path / "m")
-    (folder / "one.safetensors").unlink()
-    (folder / "two.safetensors").unlink()
-    error = refusal(folder)
-    assert "2 of 2 shards are missing: one.safetensors, two.safetensors" in str(error) and "download them again" in error.hint
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["../x.safetensors", "/etc/x.safetensors", "sub/../../x", "..\\x", "C:\\x", "C:x", "\\\\host\\x", "", ".", "a\0b"]
-)  # fmt: skip
-def test_index_that_names_a_file_outside_the_folder_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "x.safetensors").write_bytes(safetensors())
-    folder = folder_of(tmp_path / "m", {"model.safetensors.index.json": index({"a": name})})
-    error = refusal(folder)
-    assert error.path == str(folder / "model.safetensors.index.json")
-    assert f"names a file outside its folder: {name!r}" in str(error)
-
-
-def test_index_that_names_an_impossible_file_counts_as_a_missing_shard(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "m", {"model.safetensors.index.json": index({"a": "x" * 5000})})
-    assert "1 of 1 shards are missing" in str(refusal(folder))
-
-
-@pytest.mark.parametrize("content", [b"{}", b'{"weight_map": []}', b'{"weight_map": {}}', b'{"weight_map": {"a": 1}}'])
-def test_index_without_a_weight_map_is_refused(tmp_path: Path, content: bytes) -> None:
-    folder = folder_of(tmp_path / "m", {"model.safetensors.index.json": content})
-    error = refusal(folder)
-    assert error.path == str(folder / "model.safetensors.index.json") and "has no weight_map" in str(error)
-
-
-def test_tensors_missing_from_the_file_that_the_index_names_are_refused(tmp_path: Path) -> None:
-    wrong = {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors", "d": "two.safetensors"}
-    error = refusal(sharded(tmp_path / "m", **{"model.safetensors.index.json": index(wrong)}))
-    assert "names tensors that are not in that file: b (in one.safetensors) (and 1 more: d (in two.safetensors))" in str(error)
-
-
-def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
-    folder = sharded(tmp_path / "m", **{"two.safetensors": safetensors(("a", "b"))})
-    error = refusal(folder)
-    assert (error.path, error.tensor_name) == (str(folder / "two.safetensors"), "a")
-    assert "is in one.safetensors as well" in str(error)
-
-
-def test_broken_shard_is_refused_by_its_own_name(tmp_path: Path) -> None:
-    folder = sharded(tmp_path / "m", **{"two.safetensors": b"version https://git-lfs.github.com/spec/v1\n"})
-    error = refusal(folder)
-    assert error.path == str(folder / "two.safetensors") and "Git LFS" in str(error)
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt"])
-def test_pickle_alone_is_refused_with_the_next_step(tmp_path: Path, name: str) -> None:
-    error = refusal(folder_of(tmp_path / "m", {name: b"", "training_args.bin": b""}))
-    assert f"only as pickle ({name})" in str(error) and "Convert it to safetensors" in error.hint
-
-
-@pytest.mark.parametrize(("config", "words"), [
-    ({"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"group_size": 64, "bits": 4}}, "packed for MLX"),
-    ({"quantization": {"group_size": 64, "bits": 4}}, "packed for MLX"),
-    ({"quantization_config": {"quant_method": "exl2", "bits": 4.0}}, "packed for ExLlama (EXL2)"),
-    ({"quantization_config": {"quant_method": "exl3"}}, "packed for ExLlama (EXL3)"),
-])  # fmt: skip
-def test_models_of_mlx_and_exllama_are_refused_by_name(config: dict[str, Any], words: str, tmp_path: Path) -> None:
-    error = refusal(folder_of(tmp_path / "m", {"model.safetensors": safetensors()}, config))
-    assert words in str(error) and "Use a GGUF file" in error.hint
-
-
-def test_pickle_beside_safetensors_is_left_alone(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "m", {"pytorch_model.bin": b"", "model.safetensors": safetensors()})
-    assert list(read_checkpoint(folder).tensors) == ["a"]
-
-
-@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "consolidated.safetensors", "m-Q4_K_M.gguf"])
-def test_weights_that_nothing_points_to_are_refused(tmp_path: Path, name: str) -> None:
-    error = refusal(folder_of(tmp_path / "m", {name: safetensors()}))
-    assert f"has {name}, but neither model.safetensors nor model.safetensors.index.json" in str(error)
-
-
-@pytest.mark.parametrize(("named", "words"), [
-    *((one, f"transformers_weights is {one!r}") for one in ("x.bin", "", 1, ["x.safetensors"], "x.safetensors.index")),
-    ("x.safetensors", "transformers_weights names x.safetensors, which is missing"),
-])  # fmt: skip
-def test_config_that_names_no_safetensors_file_is_refused(tmp_path: Path, named: Any, words: str) -> None:
-    folder = folder_of(tmp_path / "m", {"model.safetensors": safetensors()}, {"transformers_weights": named})
-    assert words in str(refusal(folder))
-
-
-def test_config_that_names_a_file_outside_the_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.safetensors").write_bytes(safetensors())
-    folder = folder_of(tmp_path / "m", {}, {"transformers_weights": "../x.safetensors"})
-    assert "names a file outside its folder" in str(refusal(folder))
 
 
 # Unchanged ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 
 import trimtab
 from tests.adapter_files import TEXT, pair, small_anatomy, write_adapter
+from tests.raised import raised, refused
 from trimtab import api
 from trimtab.adapters.file import read_adapter
 from trimtab.adapters.match import match_adapter
@@ -65,10 +66,9 @@ def test_without_a_near_name_every_choice_is_shown_and_the_error_has_no_field_fo
     ("typed", "near"), [("foo", []), ("timeout", []), ("image_pixel", ["image_pixels"]), ("IMAGE_PIXELS", ["image_pixels"])]
 )
 def test_a_limit_that_resembles_none_lists_all(typed, near):
-    with pytest.raises(RequestError) as caught:
-        Limits.of({typed: "3"})
-    assert list(caught.value.near)[:1] == near and {"image_pixels", "body_s", "tools"} <= set(caught.value.allowed)
-    assert ("choices: " in str(caught.value)) == (not near)
+    error = refused(Limits.of, {typed: "3"})
+    assert list(error.near)[:1] == near and {"image_pixels", "body_s", "tools"} <= set(error.allowed)
+    assert ("choices: " in str(error)) == (not near)
 
 
 def test_a_wrong_adapter_means_the_near_one_and_not_that_there_is_no_other(ask):
@@ -142,9 +142,8 @@ def test_an_adapter_is_looked_for_beside_its_model_too(folders, monkeypatch):
     shutil.copytree(BASE, folders / "models" / "base", dirs_exist_ok=True)
     (folders / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
-    with pytest.raises(AdapterError) as caught:
-        trimtab.plan(folders / "models" / "base", adapters="sobr")
-    assert caught.value.hint == f"Did you mean {folders}/models/adapters/sober?"
+    error = raised(AdapterError, trimtab.plan, folders / "models" / "base", adapters="sobr")
+    assert error.hint == f"Did you mean {folders}/models/adapters/sober?"
 
 
 # A model's own file as MODEL ------------------------------------------------------------------------------------------
@@ -160,16 +159,8 @@ def test_a_file_of_a_model_is_no_plan_and_its_folder_is_named(ask, command, name
 
 def test_a_file_of_a_model_is_no_plan_in_python_either(tmp_path):
     shutil.copy(BASE / "tokenizer.json", tmp_path / "mine.json")
-    with pytest.raises(CheckpointError, match="is not a saved plan") as caught:
-        Plan.load(tmp_path / "mine.json")
-    assert "as its folder or hub id" in caught.value.hint
-
-
-@pytest.mark.parametrize("text", ["[]", "3", "{}", '"plan"', "null"])
-def test_json_of_another_kind_is_no_plan(tmp_path, text):
-    (tmp_path / "a.json").write_text(text, encoding="utf-8")
-    with pytest.raises(CheckpointError, match="is not a saved plan"):
-        Plan.load(tmp_path / "a.json")
+    error = raised(CheckpointError, Plan.load, tmp_path / "mine.json", match="is not a saved plan")
+    assert "as its folder or hub id" in error.hint
 
 
 # --card list ----------------------------------------------------------------------------------------------------------
@@ -233,9 +224,8 @@ def test_a_device_that_is_not_here_is_blamed_on_max_memory_in_python(ask, monkey
 
     monkeypatch.setattr("trimtab.machine.machine_cache.find_machine", refuse)
     for options, named in (({"max_memory": {0: "4GiB"}}, ("max_memory", 0)), ({"device": "cuda:0"}, ("device", "cuda:0"))):
-        with pytest.raises(RequestError) as caught:
-            trimtab.plan(BASE, **options)
-        assert (caught.value.field, caught.value.value) == named
+        error = refused(trimtab.plan, BASE, **options)
+        assert (error.field, error.value) == named
     code, out, err = ask("serve", BASE, "--max-memory", '{"0": "4GiB"}')  # before the banner and the log
     assert (code, out) == (2, "") and err.startswith("trimtab: --max-memory 0: this machine has 0") and err.count("\n") == 1
 
@@ -304,6 +294,7 @@ def test_the_adapter_of_another_model_begins_with_the_model_that_it_was_made_for
     (("run", "base", "--prompts", "a.jsonl", "--output", "b"), "--output (did you mean --out?)"),
     (("merge", "base", "-o", "merged"), "-o; OUT has no flag: trimtab merge MODEL OUT"),
     (("run", "base", "hi", "there", "-1.5"), 'unrecognized arguments: there -1.5; the words of a prompt stand between q'),
+    (("plan", "base", "--cont", "5"), "unrecognized arguments: --cont 5; "), (("inspect",), "required: ADAPTER"),
     (("plan", "base", "more"), "; trimtab plan takes MODEL\n"), (("demo", "x"), "usage: trimtab demo [options]\n"),
     (("run", "base", "hi", "--adapter", "a", "demo/style"), "; each adapter has its own flag: --adapter demo/style\n"),
     (("run", "base", "hi", "a=demo/style"), "; each adapter has its own flag: --adapter a=demo/style\n"),
@@ -331,9 +322,10 @@ def test_a_mistyped_flag_or_command_is_asked_for(ask, given, said):
 
 
 def test_a_mistyped_flag_is_one_json_object_too(ask):
-    code, out, _ = ask("run", "base", "hi", "--max-tokens", "5", "--json")
+    code, out, err = ask("run", "base", "hi", "--max-tokens", "5", "--json")
     error = json.loads(out)["error"]
-    assert code == 2 and error["class"] == "RequestError" and "did you mean --max-new-tokens" in error["message"]
+    assert (code, err, error["class"], error["fields"]["field"]) == (2, "", "RequestError", "command line")
+    assert "--max-tokens" in error["message"] and "did you mean --max-new-tokens" in error["message"]
 
 
 def test_every_flag_of_another_program_leads_to_one_of_ours():
@@ -393,9 +385,8 @@ def test_what_is_no_number_of_tokens_is_refused(text):
 
 
 def test_a_call_takes_k_as_the_flag_does():
-    with pytest.raises(RequestError) as raised:
-        trimtab.plan("nowhere", context="4q")
-    assert (raised.value.field, raised.value.value) == ("context", "4q")
+    error = refused(trimtab.plan, "nowhere", context="4q")
+    assert (error.field, error.value) == ("context", "4q")
     assert [api._tokens(one, "context") for one in ("4k", "4096", 4096, None)] == [4096, 4096, 4096, None]
 
 
@@ -411,14 +402,6 @@ def test_every_number_of_tokens_takes_k():
         for action in command._actions:
             if re.match("(most )?tokens (of|whose)", action.help or ""):
                 assert action.type is token_count, (name, action.option_strings)
-
-
-@pytest.mark.parametrize("command", ["run", "chat"])
-def test_several_adapters_need_a_name_in_every_command(ask, command):
-    prompt = ("hi",) if command == "run" else ()
-    code, _, err = ask(command, BASE, *prompt, "--adapter", f"style={STYLE}", "--adapter", f"specialist={SPECIALIST}")
-    assert code == 2 and "--use: several adapters are given; name the one that answers (choices: style, specialist, base)" in err
-    assert "`base` answers without one" in err
 
 
 def test_a_dtype_of_torch_is_its_name():
@@ -478,7 +461,8 @@ def mistakes(tmp_path_factory):
         prompts[name] = ["--prompts", str(folder / f"{name}.jsonl"), "--out", str(folder / f"{name}-out.jsonl")]
     (folder / "notes.txt").write_text("my notes\n", encoding="utf-8")
     style, both = (["--adapter", f"style={STYLE}"], ["--adapter", f"style={STYLE}", "--adapter", f"specialist={SPECIALIST}"])
-    base, several = str(BASE), "several adapters are given"
+    base, several = str(BASE), "--use: several adapters are given; name the one that answers (choices: style, specialist"
+    or_base = f"{several}, base). `base` answers without one"
     return [
         (["run", str(folder / "no"), "hi"], 3, "no such folder"),
         (["run", str(bare), "hi"], 3, "no weights"), (["chat", str(bare)], 3, "no weights"),
@@ -486,7 +470,7 @@ def mistakes(tmp_path_factory):
         (["run", base, " "], 2, "PROMPT: is empty"),
         (["run", base, "hi", "--image", str(folder / "no.png")], 2, "no such file"),
         (["run", base, "hi", "--audio", str(folder / "no.wav")], 2, "no such file"),
-        (["run", base, "hi", *both], 2, several), (["run", base, "hi", *style, "--use", "styel"], 2, "did you mean style?"),
+        (["run", base, "hi", *both], 2, or_base), (["run", base, "hi", *style, "--use", "styel"], 2, "did you mean style?"),
         (["run", base, "hi", "--adapter", f"a={folder / 'no'}"], 3, "no such folder"),
         (["run", base, *prompts["one"], *both], 2, several),
         (["run", base, *prompts["one"], *style, "--use", "zz"], 2, "no adapter of this name"),
@@ -497,7 +481,7 @@ def mistakes(tmp_path_factory):
         (["run", base, *prompts["named"], *style], 2, "line 1: no adapter of the name 'styel' is given (did you mean style?)"),
         (["run", base, *prompts["one"][:2], "--out", str(folder / "notes.txt")], 2, "was not written by trimtab run"),
         (["run", base, *prompts["one"][:2], "--out", str(folder)], 2, "--out"),
-        (["chat", base, *both], 2, several), (["verify", base, *both], 2, several), (["bench", base, *both], 2, several),
+        (["chat", base, *both], 2, or_base), (["verify", base, *both], 2, several), (["bench", base, *both], 2, several),
         (["bench", base, "--against", "stok"], 2, "--against stok: unknown choice"),
         (["bench", base, "--runs", "0"], 2, "--runs 0: must be"),
         (["bench", base, "--prompts", str(folder / "none.jsonl")], 2, "none.jsonl"),

@@ -268,56 +268,44 @@ def tiny(tmp_path, keys=None, *, family="qwen3", **tensors):
     return gguf_files.write(tmp_path / "tiny.gguf", given, whole)
 
 
-@pytest.mark.parametrize(("keys", "words"), [
-    ({"general.architecture": "rwkv7"}, "is of the architecture 'rwkv7'; llama, qwen2, qwen3, qwen3vl, qwen3moe, gemma4, "),
-    ({"general.type": "adapter"}, "is an adapter in GGUF, not a model"),
-    ({"general.type": "mmproj"}, "has the towers of a model"),
-    ({"qwen3.block_count": None}, "has no qwen3.block_count"), ({"qwen3.block_count": 10**6}, "1 to 512 is read"),
-    ({"qwen3.embedding_length": "x"}, "qwen3.embedding_length is 'x'"), ({"qwen3.new_trick": 7}, "qwen3.new_trick = 7"),
-    ({"qwen3.expert_count": 8}, "qwen3.expert_count is 8, 0 is read"),
-    ({"qwen3.vocab_size": 5}, "vocab_size is 5, 320 is read"),
-    ({"qwen3.rope.scaling.type": "longrope"}, "none, linear and yarn are read"),
-    ({"qwen3.rope.scaling.yarn_beta_fast": 16.0}, "yarn_beta_fast is 16.0, 32.0 is read"),
-    ({"qwen3.rope.dimension_count": 8}, "turns 8 of 32 values of a head"),
-    ({"tokenizer.ggml.tokens": ["a"] * 319}, "tokenizer.ggml.tokens has 319 entries, token_embd.weight 320 rows"),
-    ({"tokenizer.ggml.eos_token_id": 320}, "tokenizer.ggml.eos_token_id is 320, 0 to 319 is read"),
+# Family -> stacks of experts that a file of it has, each without the others of its layer.
+STACKS = {
+    "qwen3": {}, "qwen3_5_moe": {"blk.0.ffn_gate_up_exps.weight": (4, 512, 256)},
+    "qwen3_moe": {"blk.0.ffn_up_exps.weight": (4, 256, 256), "blk.1.ffn_gate.weight": (4, 256, 256)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "keys", "words"), [
+    ("qwen3", {"general.architecture": "rwkv7"}, "is of the architecture 'rwkv7'; llama, qwen2, qwen3, qwen3vl, "),
+    ("qwen3", {"general.type": "adapter"}, "is an adapter in GGUF, not a model"),
+    ("qwen3", {"general.type": "mmproj"}, "has the towers of a model"),
+    ("qwen3", {"qwen3.block_count": None}, "has no qwen3.block_count"), ("qwen3", {"qwen3.block_count": 10**6}, "1 to 512 is read"),
+    ("qwen3", {"qwen3.embedding_length": "x"}, "qwen3.embedding_length is 'x'"),
+    ("qwen3", {"qwen3.expert_count": 8}, "qwen3.expert_count is 8, 0 is read"),
+    ("qwen3", {"qwen3.new_trick": 7}, "new_trick = 7"), ("qwen3", {"qwen3.vocab_size": 5}, "vocab_size is 5, 320 is read"),
+    ("qwen3", {"qwen3.rope.scaling.type": "longrope"}, "none, linear and yarn are read"),
+    ("qwen3", {"qwen3.rope.scaling.yarn_beta_fast": 16.0}, "yarn_beta_fast is 16.0, 32.0 is read"),
+    ("qwen3", {"qwen3.rope.dimension_count": 8}, "turns 8 of 32 values of a head"),
+    ("qwen3", {"tokenizer.ggml.tokens": ["a"] * 319}, "tokenizer.ggml.tokens has 319 entries, token_embd.weight 320 rows"),
+    ("qwen3", {"tokenizer.ggml.eos_token_id": 320}, "tokenizer.ggml.eos_token_id is 320, 0 to 319 is read"),
+    ("qwen3_moe", {"qwen3moe.expert_count": None}, "has no qwen3moe.expert_count"),
+    ("qwen3_moe", {"qwen3moe.expert_count": 0}, "has 0 experts in each of 2 layers, 2 chosen, 256 wide"),
+    ("qwen3_moe", {"qwen3moe.expert_count": 10**9}, "has 1000000000 experts in each of 2 layers"),
+    ("qwen3_moe", {"qwen3moe.expert_used_count": 5}, "has 4 experts in each of 2 layers, 5 chosen"),
+    ("qwen3_moe", {"qwen3moe.expert_feed_forward_length": 0}, "2 chosen, 0 wide; at most 65536 in all are read"),
+    ("qwen3_moe", {"qwen3moe.expert_gating_func": 2}, "expert_gating_func is 2, 1 is read"),
+    ("qwen3_moe", {"qwen3moe.expert_weights_norm": False}, "expert_weights_norm is False, True is read"),
+    ("qwen3_moe", {"qwen3moe.expert_count": 3}, "has the shape [4, 256, 256], matrices of 3 experts are needed"),
+    ("qwen3_moe", {}, "meaning is not known here: blk.1.ffn_gate.weight"),
+    ("qwen3_5_moe", {"qwen35moe.expert_shared_count": 2}, "expert_shared_count is 2, 1 is read"),
+    ("qwen3_5_moe", {"qwen35moe.expert_shared_feed_forward_length": None}, "has no qwen35moe.expert_shared_feed_forward_length"),
+    ("qwen3_5_moe", {"qwen35moe.expert_used_count": 5}, "has 4 experts in each of 4 layers, 5 chosen"),
+    ("qwen3_5_moe", {}, "meaning is not known here: blk.0.ffn_gate_up_exps.weight"),
 ])  # fmt: skip
-def test_a_model_that_is_not_read_is_refused_by_name(keys, words, tmp_path):
-    assert words in str(raised(CheckpointError, lambda: find_folder(tiny(tmp_path, keys)), match="tiny.gguf"))
-
-
-@pytest.mark.parametrize(("keys", "words"), [
-    ({"expert_count": None}, "has no qwen3moe.expert_count"),
-    ({"expert_count": 0}, "has 0 experts in each of 2 layers, 2 chosen, 256 wide"),
-    ({"expert_count": 10**9}, "has 1000000000 experts in each of 2 layers"),
-    ({"expert_used_count": 5}, "has 4 experts in each of 2 layers, 5 chosen"),
-    ({"expert_feed_forward_length": 0}, "2 chosen, 0 wide; at most 65536 in all are read"),
-    ({"expert_gating_func": 2}, "expert_gating_func is 2, 1 is read"),
-    ({"expert_weights_norm": False}, "expert_weights_norm is False, True is read"),
-    ({"expert_count": 3}, "has the shape [4, 256, 256], matrices of 3 experts are needed"),
-    ({}, "meaning is not known here: blk.1.ffn_gate.weight"),
-])  # fmt: skip
-def test_experts_that_are_not_read_are_refused_by_name(keys, words, tmp_path):
-    blocks = gguf_files.pack("Q8_0", torch.randn(4, 256, 256))[0]
-    layer = {"blk.0.ffn_up_exps.weight": ("Q8_0", blocks, (4, 256, 256)), "blk.1.ffn_gate.weight": ("Q8_0", blocks, (4, 256, 256))}
-    changed = {f"qwen3moe.{name}": one for name, one in keys.items()}
-    with pytest.raises(CheckpointError, match="tiny.gguf") as told:
-        find_folder(tiny(tmp_path, changed, family="qwen3_moe", **layer))
-    assert words in str(told.value)
-
-
-@pytest.mark.parametrize(("keys", "words"), [
-    ({"expert_shared_count": 2}, "expert_shared_count is 2, 1 is read"),
-    ({"expert_shared_feed_forward_length": None}, "has no qwen35moe.expert_shared_feed_forward_length"),
-    ({"expert_used_count": 5}, "has 4 experts in each of 4 layers, 5 chosen"),
-    ({}, "meaning is not known here: blk.0.ffn_gate_up_exps.weight"),
-])  # fmt: skip
-def test_shared_experts_that_are_not_read_are_refused_by_name(keys, words, tmp_path):
-    blocks = ("Q8_0", gguf_files.pack("Q8_0", torch.randn(4, 512, 256))[0], (4, 512, 256))
-    changed = {f"qwen35moe.{name}": one for name, one in keys.items()}
-    with pytest.raises(CheckpointError, match="tiny.gguf") as told:
-        find_folder(tiny(tmp_path, changed, family="qwen3_5_moe", **{"blk.0.ffn_gate_up_exps.weight": blocks}))
-    assert words in str(told.value)
+def test_a_model_that_is_not_read_is_refused_by_name(family, keys, words, tmp_path):
+    stacks = {name: ("Q8_0", gguf_files.pack("Q8_0", torch.randn(shape))[0], shape) for name, shape in STACKS[family].items()}
+    file = tiny(tmp_path, keys, family=family, **stacks)
+    assert words in str(raised(CheckpointError, find_folder, file, match="tiny.gguf"))
 
 
 def test_unknown_tensors_and_types_are_refused_by_name(tmp_path):

@@ -16,7 +16,7 @@ from tests.anatomies import e_series, qwen3_8b, small
 from tests.examples import examples
 from tests.raised import raised, refused
 from trimtab.checkpoint.anatomy import Anatomy
-from trimtab.errors import CheckpointError, DoesNotFitError, RequestError, gib
+from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.planning import Machine, Plan, Rates, blocks_of, make_plan, search
 from trimtab.planning.plan.chart import bars_of, layout
 from trimtab.planning.plan.table import verdict
@@ -551,59 +551,8 @@ def test_a_failed_save_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def values(**changed):
-    return json.loads(json.dumps(plan().to_json())) | changed
-
-
-@pytest.mark.parametrize(("changed", "field"), [
-    ({"version": 99}, "plan.version"), ({"surprise": 1}, "plan.surprise"),
-    ({"placements": [{"surprise": 1}]}, "plan.placements[0].surprise"),
-    ({"placements": [{"block_path": "a"}]}, "plan.placements[0].disk_bytes"),
-    ({"rates": {"warp_Bps": 1}}, "plan.rates.warp_Bps"), ({"request": {"model": "m", "surprise": 1}}, "plan.request.surprise"),
-    ({"gpu_peak_bytes": "many"}, "plan.gpu_peak_bytes"), ({"disk_bytes": -1}, "plan.disk_bytes"),
-    ({"placements": 3}, "plan.placements"), ({"checkpoint_stamps": [["a", 1]]}, "plan.checkpoint_stamps[0]"),
-    ({"gpu": []}, "plan.gpu"), ({"gpu": {"weights": -1}}, "plan.gpu.weights"), ({"gpu": {"weights": True}}, "plan.gpu.weights"),
-    ({"gpu_budget_bytes": 2**80}, "plan.gpu_budget_bytes"), ({"gpu_budget_bytes": 1.5}, "plan.gpu_budget_bytes"),
-    ({"execution_device": "cuda:0; rm"}, "plan.execution_device"), ({"prefill_tokens": 0}, "plan.prefill_tokens"),
-    ({"model_class": None}, "plan.model_class"), ({"adapter_stamps": {"a": [["f", "1", 2]]}}, "plan.adapter_stamps.a[0][1]"),
-    ({"version": 3}, "plan.version"), ({"version": "4"}, "plan.version"),
-])  # fmt: skip
-def test_what_is_not_a_plan_is_refused_by_its_field(changed, field):
-    assert refused(lambda: Plan.from_json(values(**changed))).field == field
-
-
-def test_a_missing_key_is_refused():
-    short = values()
-    del short["staging_slots"]
-    assert refused(Plan.from_json, short).field == "plan.staging_slots"
-
-
-def test_an_unknown_tier_in_a_file_is_refused():
-    bad = values()
-    bad["placements"][0]["tier"] = "moon"
-    error = refused(Plan.from_json, bad)
-    assert error.field == "plan.placements[0].tier" and error.value == "moon"
-
-
-def test_a_json_list_is_not_a_plan():
-    with pytest.raises(RequestError, match="not a plan"):
-        Plan.from_json([])
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"version": 99}'])
-def test_a_file_that_is_no_plan_is_refused_with_its_path(tmp_path, text):
-    path = tmp_path / "plan.json"
-    path.write_text(text)
-    assert raised(CheckpointError, Plan.load, path).path == str(path)
-
-
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     assert refused(lambda: plan().save(tmp_path / "absent" / "plan.json")).field == "save"
-
-
-def test_a_missing_file_is_refused_with_its_path(tmp_path):
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        Plan.load(tmp_path / "absent.json")
 
 
 def test_a_block_that_the_model_does_not_have_has_no_tier():

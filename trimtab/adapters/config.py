@@ -262,14 +262,10 @@ def _value_problems(config: Mapping[str, Any]) -> list[str]:
         problems.append(f"bias={short(config['bias'])}: must be none, all or lora_only")
     if config.get("lora_bias") is True and config.get("use_dora") is True:
         problems.append("lora_bias and use_dora together: PEFT has no such adapter")
-    saved = config.get("modules_to_save")
-    if saved is not None and not (isinstance(saved, list) and all(isinstance(name, str) and name for name in saved)):
-        problems.append(f"modules_to_save={short(saved)}: must be a list of names")
-    parameters = config.get("target_parameters")
-    if parameters is not None and not (
-        isinstance(parameters, list) and all(isinstance(name, str) and name for name in parameters)
-    ):  # fmt: skip
-        problems.append(f"target_parameters={short(parameters)}: must be a list of names")
+    for field in ("modules_to_save", "target_parameters"):
+        names = config.get(field)
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) and name for name in names)):
+            problems.append(f"{field}={short(names)}: must be a list of names")
     if config.get(STACKED_ORDER) not in (None, *STACKED_ORDERS):
         problems.append(f"{STACKED_ORDER}={short(config[STACKED_ORDER])}: must be one of {', '.join(STACKED_ORDERS)}")
     problems += _selection_problems(config)

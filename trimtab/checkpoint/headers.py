@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from reprlib import repr as brief
-from typing import Any, NoReturn
+from typing import Any
 
 from trimtab.errors import CheckpointError
+from trimtab.gguf.header import refuse, refuse_tensors
 from trimtab.process.json_file import KINDS, JsonError, parse
 
 MAX_HEADER_BYTES = KINDS["header"].nbytes  # the safetensors library's own limit
 MAX_DIMENSIONS = 64
 ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 MAX_INT = 2**63 - 1
-SHOWN_PROBLEMS = 5
 OTHER_CONFIG = "config.json belongs to another checkpoint, or the file was made to take long"
 
 # Spelling in files -> (torch's spelling, bytes of one value).
@@ -106,10 +105,10 @@ def read_header(path: str | os.PathLike[str], *, most_tensors: int | None = None
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
         raise CheckpointError(f"cannot be read ({reason})", path=file) from exc
     if len(raw) != length:
-        _refuse(file, "changed while it was read")
+        refuse(file, "changed while it was read")
     count = raw.count(b'"data_offsets"')
     if most_tensors is not None and count > most_tensors:
-        _refuse(file, f"has {count} tensors, a model of this config has fewer than {most_tensors}", hint=OTHER_CONFIG)
+        refuse(file, f"has {count} tensors, a model of this config has fewer than {most_tensors}", hint=OTHER_CONFIG)
     return _parse(file, raw, file_bytes)
 
 
@@ -138,43 +137,23 @@ def _of_all(bits: int, width: int, count: int) -> int:
     return int.from_bytes(bits.to_bytes(width, "little") * count, "little")
 
 
-def _refuse(file: Path, reason: str, tensor_name: str | None = None, hint: str = "") -> NoReturn:
-    raise CheckpointError(reason, path=file, tensor_name=tensor_name, hint=hint)
-
-
-def _refuse_tensors(file: Path, problems: Sequence[tuple[str, str]], hint: str = "") -> None:
-    """Raise CheckpointError if there is any problem (name, reason); it is about the first tensor and names the others."""
-    if not problems:
-        return
-    name, reason = problems[0]
-    if len(problems) > 1:
-        others = [f"{other}: {why}" for other, why in problems[1 : 1 + SHOWN_PROBLEMS]]
-        shown = "; ".join(others) + ("; ..." if len(problems) > 1 + SHOWN_PROBLEMS else "")
-        reason += f" (and {len(problems) - 1} more: {shown})"
-    _refuse(file, reason, name, hint)
-
-
 def _header_length(file: Path, head: bytes, file_bytes: int) -> int:
     length = int.from_bytes(head, "little")
     # The first bytes of every other format, read as a length, are far over the limit, so no real length matches them.
     if len(head) < 8 or length > MAX_HEADER_BYTES:
         for magic, reason, hint in _OTHER_FORMATS:
             if head.startswith(magic):
-                _refuse(file, reason, hint=hint)
+                refuse(file, reason, hint=hint)
     if len(head) < 8:
-        _refuse(file, f"has {file_bytes} B, a safetensors file has at least 8")
+        refuse(file, f"has {file_bytes} B, a safetensors file has at least 8")
     if length > MAX_HEADER_BYTES:
-        _refuse(file, f"header of {length} B is over the limit of {MAX_HEADER_BYTES} B: not a safetensors file")
+        refuse(file, f"header of {length} B is over the limit of {MAX_HEADER_BYTES} B: not a safetensors file")
     if 8 + length > file_bytes:
-        _refuse(
+        refuse(
             file, f"header of {length} B is longer than the file ({file_bytes} B)",
             hint="The file is truncated: copy or download it again",
         )  # fmt: skip
     return length
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
 
 
 def _whole_number(text: str) -> int:
@@ -185,9 +164,9 @@ def _whole_number(text: str) -> int:
 
 def _read_json(file: Path, raw: bytes) -> dict[str, Any]:
     if not raw.startswith(b"{"):
-        _refuse(file, "header does not start with '{'")
+        refuse(file, "header does not start with '{'")
     try:
-        content = parse(raw, "header", object_pairs_hook=_object, parse_int=_whole_number, parse_constant=_no_constant)
+        content = parse(raw, "header", object_pairs_hook=_object, parse_int=_whole_number)
     except JsonError as exc:
         raise CheckpointError(f"header {exc}", path=file) from exc
     assert isinstance(content, dict)  # it starts with '{'
@@ -205,16 +184,17 @@ def _parse(file: Path, raw: bytes, file_bytes: int) -> Header:
             tensors[name] = _entry(file, name, item, data_start)
         except ValueError as exc:
             problems.append((_shown(name), str(exc)))
-    _refuse_tensors(file, problems)
+    if problems:
+        refuse_tensors(file, problems)
     _check_layout(file, tensors, data_start, file_bytes)
     return Header(file, metadata, tensors)
 
 
 def _metadata(file: Path, values: Any) -> dict[str, str]:
     if not isinstance(values, dict) or not all(isinstance(value, str) for value in values.values()):
-        _refuse(file, "__metadata__ is not a map from text to text")
+        refuse(file, "__metadata__ is not a map from text to text")
     if repeated := _repeated(values):
-        _refuse(file, f"__metadata__ has keys twice: {', '.join(map(_shown, repeated))}")
+        refuse(file, f"__metadata__ has keys twice: {', '.join(map(_shown, repeated))}")
     return dict(values)
 
 
@@ -256,7 +236,8 @@ def _check_layout(file: Path, tensors: dict[str, TensorEntry], data_start: int, 
         (entry.tensor_name, f"ends at byte {entry.start + entry.nbytes} of a file of {file_bytes} B")
         for entry in ordered if entry.start + entry.nbytes > file_bytes
     ]  # fmt: skip
-    _refuse_tensors(file, beyond, hint="The file is truncated: copy or download it again")
+    if beyond:
+        refuse_tensors(file, beyond, hint="The file is truncated: copy or download it again")
     problems: list[tuple[str, str]] = []
     at = data_start
     for entry in ordered:
@@ -265,6 +246,7 @@ def _check_layout(file: Path, tensors: dict[str, TensorEntry], data_start: int, 
         elif entry.start > at:
             problems.append((entry.tensor_name, f"a gap of {entry.start - at} B is before it"))
         at = max(at, entry.start + entry.nbytes)
-    _refuse_tensors(file, problems)
+    if problems:
+        refuse_tensors(file, problems)
     if at != file_bytes:
-        _refuse(file, f"{file_bytes - at} B follow the last tensor")
+        refuse(file, f"{file_bytes - at} B follow the last tensor")

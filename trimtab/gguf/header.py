@@ -128,8 +128,18 @@ class _Cursor:
 
 
 def refuse(path: Path, reason: str, tensor_name: str | None = None, hint: str = "") -> NoReturn:
-    """Raise CheckpointError about a GGUF file."""
+    """Raise CheckpointError about a file of tensors."""
     raise CheckpointError(reason, path=path, tensor_name=tensor_name, hint=hint)
+
+
+def refuse_tensors(path: Path, problems: Sequence[tuple[str, str]], hint: str = "") -> NoReturn:
+    """Raise CheckpointError for problems (name, reason); it is about the first tensor and names the others."""
+    name, reason = problems[0]
+    if len(problems) > 1:
+        others = [f"{other}: {why}" for other, why in problems[1 : 1 + SHOWN_PROBLEMS]]
+        shown = "; ".join(others) + ("; ..." if len(problems) > 1 + SHOWN_PROBLEMS else "")
+        reason += f" (and {len(problems) - 1} more: {shown})"
+    refuse(path, reason, name, hint)
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GgufHeader:
@@ -281,8 +291,5 @@ def _laid_out(
     if not problems and file_bytes > at:
         refuse(path, f"{file_bytes - at} B follow the last tensor", hint=_DAMAGED)
     if problems:
-        name, reason = problems[0]
-        others = "; ".join(f"{other}: {why}" for other, why in problems[1 : 1 + SHOWN_PROBLEMS])
-        more = f" (and {len(problems) - 1} more: {others})" if others else ""
-        refuse(path, reason + more, name, _NEWER if "unknown type" in reason else _DAMAGED)
+        refuse_tensors(path, problems, _NEWER if "unknown type" in problems[0][1] else _DAMAGED)
     return tensors

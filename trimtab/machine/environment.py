@@ -9,14 +9,16 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
 from trimtab._version import __version__
 from trimtab.errors import RequestError, gib
+from trimtab.machine.gpus import nvidia_driver
 from trimtab.machine.memory import read_cpuinfo
+from trimtab.process.json_file import as_json
 from trimtab.process.redact import scrubbed
 from trimtab.process.runner import run_inside
 from trimtab.report.document import Block, Document, Facts, Table
@@ -87,9 +89,7 @@ class Environment:
 
     def to_json(self) -> dict[str, Any]:
         """Return the environment as JSON-ready values."""
-        values = asdict(self)
-        values["cpu_flags"], values["gpus"] = list(self.cpu_flags), [asdict(gpu) for gpu in self.gpus]
-        return {"format": FORMAT} | values
+        return {"format": FORMAT, **as_json(self)}
 
 
 def read_environment(python: str | os.PathLike[str] | None = None) -> Environment:
@@ -174,24 +174,6 @@ def _brand_of_mac() -> str:
     buffer = ctypes.create_string_buffer(size.value)
     failed = library.sysctlbyname(b"machdep.cpu.brand_string", buffer, ctypes.byref(size), None, 0)
     return "" if failed else buffer.value.decode("utf-8", "replace")
-
-
-def nvidia_driver() -> str | None:
-    """Return the version of NVIDIA's driver, None without one. Source: NVML, nvmlSystemGetDriverVersion."""
-    for name in ("nvml.dll",) if sys.platform == "win32" else ("libnvidia-ml.so.1",):
-        try:
-            library = ctypes.CDLL(name)
-        except OSError:
-            continue
-        if library.nvmlInit_v2() != 0:
-            return None
-        try:
-            buffer = ctypes.create_string_buffer(96)
-            failed = library.nvmlSystemGetDriverVersion(buffer, ctypes.c_uint(len(buffer)))
-            return None if failed else buffer.value.decode("ascii", "replace")
-        finally:
-            library.nvmlShutdown()
-    return None
 
 
 # For people -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ import ctypes
 import os
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -16,6 +17,7 @@ Answer = TypeVar("Answer")
 # cuda.h: CUDA_ERROR_NO_DEVICE, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ..._COMPUTE_CAPABILITY_MAJOR and _MINOR,
 # ..._CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM.
 _NO_DEVICE = 100
+_NVML = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
 _MULTIPROCESSORS, _MAJOR, _MINOR, _HOST_POINTERS = 16, 75, 76, 91
 
 
@@ -67,9 +69,8 @@ def _asked(ask: Callable[[ctypes.CDLL, ctypes.CDLL], tuple[Answer, ...]]) -> tup
     """Return the GPUs from the driver's libraries, empty without a driver or a GPU; None if they cannot be queried."""
     if sys.platform == "darwin":
         return ()
-    windows = sys.platform == "win32"
     try:
-        cuda = ctypes.CDLL("nvcuda.dll" if windows else "libcuda.so.1")
+        cuda = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
         return ()
     try:
@@ -77,14 +78,30 @@ def _asked(ask: Callable[[ctypes.CDLL, ctypes.CDLL], tuple[Answer, ...]]) -> tup
         if code == _NO_DEVICE:
             return ()
         _check(code)
-        nvml = ctypes.CDLL("nvml.dll" if windows else "libnvidia-ml.so.1")
-        _check(nvml.nvmlInit_v2())
-        try:
+        with _opened_nvml() as nvml:
             return ask(cuda, nvml)
-        finally:
-            nvml.nvmlShutdown()
     except (OSError, AttributeError, _UnknownError):
         return None
+
+
+def nvidia_driver() -> str | None:
+    """Return the version of NVIDIA's driver, None without one. Source: NVML, nvmlSystemGetDriverVersion."""
+    buffer = ctypes.create_string_buffer(96)
+    with suppress(OSError, AttributeError, _UnknownError), _opened_nvml() as nvml:
+        _check(nvml.nvmlSystemGetDriverVersion(buffer, ctypes.c_uint(len(buffer))))
+        return buffer.value.decode("ascii", "replace")
+    return None
+
+
+@contextmanager
+def _opened_nvml() -> Iterator[ctypes.CDLL]:
+    """Yield NVIDIA's management library, initialized. Errors: OSError without it, _UnknownError if it refuses."""
+    nvml = ctypes.CDLL(_NVML)
+    _check(nvml.nvmlInit_v2())
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
 
 
 def _driver(cuda: ctypes.CDLL) -> tuple[int, int]:
@@ -150,7 +167,7 @@ class _Process(ctypes.Structure):
 def _library() -> ctypes.CDLL | None:
     """Return the library, initialized until the process ends; None if it is missing or fails."""
     try:
-        library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+        library = ctypes.CDLL(_NVML)
         return None if library.nvmlInit_v2() else library
     except (OSError, AttributeError):
         return None

@@ -222,15 +222,12 @@ def find_anatomy(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: b
     """Return the anatomy that an earlier process read of this checkpoint for the same kind of request, None if it was not
     cached."""
     key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
+    whole = _kept(key)
     with suppress(OSError, ValueError, KeyError, TypeError):
-        path = own_folder(ANATOMIES) / hashed(key)
-        text = read_own(path, key, limit_bytes=MOST_FILE_BYTES)
-        if text is not None:
-            whole = parse(text, "own state")
-            if whole["values_of"] in (None, _same_files(checkpoint)):
-                anatomy = read_anatomy(whole["anatomy"])
-                touch(path)
-                return anatomy
+        if whole["values_of"] in (None, _same_files(checkpoint)):
+            anatomy = read_anatomy(whole["anatomy"])
+            touch(own_folder(ANATOMIES) / hashed(key))
+            return anatomy
     return None
 
 
@@ -238,36 +235,38 @@ def keep_anatomy(
     checkpoint: Checkpoint, request: LoadRequest, anatomy: Anatomy, *, compares_values: bool, keeps_16bit: bool = False
 ) -> None:
     """Cache an anatomy for later processes. compares_values: whether it depends on stored values."""
-    key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
     whole = {"values_of": _same_files(checkpoint) if compares_values else None, "anatomy": write_anatomy(anatomy)}
-    contents = json.dumps(whole).encode()
-    if len(contents) <= MOST_FILE_BYTES:
-        with suppress(OSError):
-            folder = own_folder(ANATOMIES)
-            if read_own(folder / hashed(key), key, limit_bytes=MOST_FILE_BYTES) == contents:
-                return
-            write_own(folder / hashed(key), key, contents)
-            prune(folder, most_files=MOST_FILES, most_bytes=MOST_FILES_BYTES)
+    _keep(key_of(checkpoint, request, keeps_16bit=keeps_16bit), whole)
 
 
 def find_refusal(checkpoint: Checkpoint, request: LoadRequest, *, keeps_16bit: bool = False) -> str | None:
     """Return why an earlier process could make no anatomy of this checkpoint for the same kind of request, None if unknown."""
-    key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        text = read_own(own_folder(ANATOMIES) / hashed(key), key, limit_bytes=MOST_FILE_BYTES)
-        whole = {} if text is None else parse(text, "own state")
-        if isinstance(whole["refused"], str):
-            return whole["refused"]
-    return None
+    reason = _kept(key_of(checkpoint, request, keeps_16bit=keeps_16bit)).get("refused")
+    return reason if isinstance(reason, str) else None
 
 
 def keep_refusal(checkpoint: Checkpoint, request: LoadRequest, reason: str, *, keeps_16bit: bool = False) -> None:
     """Cache the reason why no anatomy could be made for a request."""
-    key = key_of(checkpoint, request, keeps_16bit=keeps_16bit)
+    _keep(key_of(checkpoint, request, keeps_16bit=keeps_16bit), {"refused": reason})
+
+
+def _kept(key: str) -> dict[str, Any]:
+    """Return what an earlier process cached for a key, {} if it is missing or damaged."""
+    with suppress(OSError, ValueError):
+        text = read_own(own_folder(ANATOMIES) / hashed(key), key, limit_bytes=MOST_FILE_BYTES)
+        whole = {} if text is None else parse(text, "own state")
+        return whole if isinstance(whole, dict) else {}
+    return {}
+
+
+def _keep(key: str, whole: dict[str, Any]) -> None:
+    contents = json.dumps(whole).encode()
     with suppress(OSError):
         folder = own_folder(ANATOMIES)
-        write_own(folder / hashed(key), key, json.dumps({"refused": reason}).encode())
-        prune(folder, most_files=MOST_FILES, most_bytes=MOST_FILES_BYTES)
+        file = folder / hashed(key)
+        if len(contents) <= MOST_FILE_BYTES and read_own(file, key, limit_bytes=MOST_FILE_BYTES) != contents:
+            write_own(file, key, contents)
+            prune(folder, most_files=MOST_FILES, most_bytes=MOST_FILES_BYTES)
 
 
 def _same_files(checkpoint: Checkpoint) -> list[Any]:

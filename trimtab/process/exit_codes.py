@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import os
 
-from trimtab.errors import (
-    AdapterError,
-    CheckpointError,
-    DeviceError,
-    DoesNotFitError,
-    ParityError,
-    RequestError,
-    TrimtabError,
-    UpstreamError,
-)
+from trimtab.errors import KINDS, AdapterError, TrimtabError
 
-EXIT_CODES: tuple[tuple[type[TrimtabError], int], ...] = (
-    (RequestError, 2), (CheckpointError, 3), (DoesNotFitError, 4), (AdapterError, 5), (DeviceError, 6), (ParityError, 7),
-    (UpstreamError, 8),
-)  # fmt: skip
+# From 2 on, in the order of the errors: EXIT_TEXTS says which is which.
+EXIT_CODES: tuple[tuple[type[TrimtabError], int], ...] = tuple(zip(KINDS, range(2, 9), strict=True))
 # For a path that does not exist, or is no model or adapter.
 MISSING = 3
 # For a later step that failed: the earlier step's result is valid and was reported.

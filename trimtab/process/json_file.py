@@ -1,4 +1,4 @@
-"""How are JSON files read within limits of bytes, values and depth?"""
+"""How are JSON files read within limits of bytes, values and depth, and values of this package written as JSON?"""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,7 +42,7 @@ KINDS: dict[str, Limits] = {
     "config.json": Limits(4_000_000, 131_072),
     "generation_config.json": Limits(2 * MiB, 65_536),
     "adapter_config.json": Limits(32 * MiB, 400_000, is_finite=True),
-    "header": Limits(100_000_000, 2_500_000, depth=None, object_bytes=40),
+    "header": Limits(100_000_000, 2_500_000, depth=None, object_bytes=40, is_finite=True),
     "index": Limits(128 * MiB, 2_000_000, depth=None),
     "quant_state": Limits(65_536, 10_000),
     "tokenizer": Limits(128 * MiB, 4_000_000, depth=None),
@@ -56,7 +56,7 @@ KINDS: dict[str, Limits] = {
     "prompt": Limits(4 * MiB, 500_000),
     "prompts": Limits(512 * MiB),
     "answer": Limits(64 * MiB, 2_000_000),
-    "device map": Limits(16 * MiB, 300_000, may_be_pipe=True),
+    "device map": Limits(16 * MiB, 300_000, once=True, may_be_pipe=True),
     "option": Limits(16 * MiB, 300_000, depth=200, once=True, may_be_pipe=True),
     "toml": Limits(4 * MiB),
     "report": Limits(256 * MiB, 4_000_000),
@@ -94,6 +94,15 @@ _TOO_LONG = re.compile(rb"[0-9]{%d}" % (MOST_DIGITS + 1))
 
 class JsonError(ValueError):
     """The reason why a file cannot be read, as text that follows its name."""
+
+
+def as_json(value: Any) -> Any:
+    """Return a value as JSON has it: dataclasses (their compared fields) and mappings as objects, tuples as lists."""
+    if is_dataclass(value):
+        return {item.name: as_json(getattr(value, item.name)) for item in fields(value) if item.compare}
+    if isinstance(value, Mapping):
+        return {name: as_json(one) for name, one in value.items()}
+    return [as_json(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_json(path: str | os.PathLike[str], kind: str) -> Any:

@@ -3,7 +3,7 @@
 import copy
 import json
 import math
-from pathlib import Path
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given, settings
@@ -16,15 +16,14 @@ from tests.rules import each
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning import Plan
 from trimtab.planning.plan.contents import PLAN_VERSION
-from trimtab.planning.request.card_machine import machine_of
-from trimtab.planning.values.cards import Card, find_card
+from trimtab.planning.values.cards import find_card
 
 
 def _whole():
     values = plan(8, adapters={"a": "folder"}, place={"audio": "host"}).to_json()
     values["placements"] = values["placements"][:3]  # enough of each kind, and a smaller space to search
     values["unquantized"] = values["unquantized"][:1]
-    values["card"] = find_card("RTX 4060 8GB").to_json()
+    values["card"] = asdict(find_card("RTX 4060 8GB"))
     values["checkpoint_stamps"] = [["model.safetensors", 5, 6]]
     values["adapter_stamps"] = {"a": [["adapter_config.json", 1, 2]]}
     return json.loads(json.dumps(values))
@@ -74,6 +73,34 @@ def changed(path, how, other):
 
 def test_the_whole_one_comes_back_equal():
     assert Plan.from_json(WHOLE).to_json() == WHOLE and str(Plan.from_json(WHOLE))
+    assert Plan.from_json(changed(("execution", "towers"), "set", None)).execution.towers is None
+
+
+# The path of a value, and what it may not be.
+NO_PLAN = [
+    (("surprise",), 1), (("placements", 0, "surprise"), 1), (("rates", "warp_Bps"), 1), (("request", "surprise"), 1),
+    (("gpu_peak_bytes",), "many"), (("disk_bytes",), -1), (("placements",), 3), (("checkpoint_stamps", 0), ["a", 1]),
+    (("gpu",), []), (("gpu", "weights"), -1), (("gpu", "weights"), True), (("gpu_budget_bytes",), 2**80),
+    (("gpu_budget_bytes",), 1.5), (("execution_device",), "cuda:0; rm"), (("prefill_tokens",), 0), (("model_class",), None),
+    (("adapter_stamps", "a", 0, 1), "1"), (("placements", 0, "tier"), "moon"), (("execution", "towers", "mode"), "fused"),
+    (("execution", "step", "mode"), "warp"), (("request", "quant"), "q8_k"), (("card", "source"), "hearsay"),
+    (("card", "capability"), "new"), (("card", "pcie"), "9.0 x1"), (("card", "memory_mib"), -1), (("card", "memory_mib"), "much"),
+    (("card", "extra"), 1), (("card", "estimated"), 1), (("card", "name"), None), (("card", "tflops"), True),
+]  # fmt: skip
+
+
+@each("path, value", NO_PLAN)
+def test_what_is_not_a_plan_is_refused_by_its_field(path, value):
+    assert refused(Plan.from_json, changed(path, "set", value)).field == field_of(path)
+
+
+@each("path", [("staging_slots",), ("placements", 0, "disk_bytes"), ("request", "answer_tokens")], where=str)
+def test_a_missing_key_is_refused(path):
+    assert refused(Plan.from_json, changed(path, "remove", None), match="is missing").field == field_of(path)
+
+
+def field_of(path):
+    return "plan" + "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in path)
 
 
 @settings(max_examples=examples(400), deadline=None)
@@ -104,19 +131,6 @@ def test_another_version_is_named_before_anything_else(version, tmp_path):
     assert error.allowed == (str(PLAN_VERSION),)
 
 
-def test_cards_of_a_file_are_checked_too():
-    for name, value in (("source", "hearsay"), ("capability", "new"), ("pcie", "9.0 x1"), ("memory_mib", -1)):
-        error = refused(Card.from_json, find_card("T4").to_json() | {name: value})
-        assert error.field == f"plan.card.{name}"
-    assert machine_of(find_card("T4"), host_available_bytes=1).capability == (7, 5)
-
-
-def test_a_plan_in_a_format_that_is_none_is_refused():
-    with pytest.raises(RequestError, match="is no format of weights") as caught:
-        Plan.from_json({**WHOLE, "request": {**WHOLE["request"], "quant": "q8_k"}})
-    assert (caught.value.field, caught.value.value) == ("plan.request.quant", "q8_k")
-
-
 @pytest.mark.parametrize("name", ["adapter_bytes", "adapter_stamps"])
 @pytest.mark.parametrize("named", [(), ("b",)])
 def test_an_adapter_without_its_bytes_or_its_stamps_is_refused(name, named):
@@ -126,7 +140,13 @@ def test_an_adapter_without_its_bytes_or_its_stamps_is_refused(name, named):
     assert error.field == f"plan.{name}" and error.allowed == ("a",)
 
 
-@pytest.mark.parametrize("text", ['{"a": ' * 3000 + "1" + "}" * 3000, "[" * 3000 + "]" * 3000, '{"version": ' + "9" * 5000 + "}"])
-def test_a_plan_file_that_python_cannot_parse_is_a_checkpoint_error(text: str, tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text(text)
-    assert raised(CheckpointError, Plan.load, tmp_path / "plan.json", match="not JSON").path == str(tmp_path / "plan.json")
+@pytest.mark.parametrize(("text", "said"), [
+    *((text, "not JSON") for text in ("{", '{"a": ' * 3000 + "1" + "}" * 3000, "[" * 3000 + "]" * 3000)),
+    ('{"version": ' + "9" * 5000 + "}", "not JSON"),
+    *((text, "is not a saved plan") for text in ("[]", "3", "{}", '"plan"', "null")), (None, "cannot be read"),
+])  # fmt: skip
+def test_a_file_that_holds_no_plan_is_refused_with_its_path(text, said, tmp_path):
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text)
+    assert raised(CheckpointError, Plan.load, path, match=said).path == str(path)

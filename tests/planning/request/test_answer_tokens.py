@@ -13,7 +13,6 @@ from trimtab.cli.commands import bench as bench_command
 from trimtab.cli.commands import plan_run as line
 from trimtab.cli.commands.serve import served_models
 from trimtab.errors import CheckpointError
-from trimtab.planning import Plan
 from trimtab.planning.memory.activations import answer_tokens_of
 from trimtab.report.render import WIDTH, Lines
 from trimtab.request import DEFAULT_NEW_TOKENS, LoadRequest
@@ -71,19 +70,10 @@ def test_a_length_may_be_a_text_of_a_number():
     assert (error.field, error.value) == ("answer_tokens", "many")
 
 
-def test_it_is_in_the_table_and_in_a_saved_plan(tmp_path):
+def test_it_is_in_the_table():
     made = trimtab.plan(BASE, device="cpu", context=512, answer_tokens=77)
     assert "context 512, answer 77, batch 1" in str(made)
     assert "context 512, answer 77, batch 1" in " ".join(Lines(WIDTH).show(made.document()).split())
-    made.save(tmp_path / "plan.json")
-    found = Plan.load(tmp_path / "plan.json")
-    assert found == made and found.request.answer_tokens == found.to_json()["request"]["answer_tokens"] == 77
-
-
-def test_a_plan_without_it_is_refused_as_one_without_any_other_field(tmp_path):
-    values = trimtab.plan(BASE, device="cpu").to_json()
-    del values["request"]["answer_tokens"]
-    assert refused(Plan.from_json, values, match="is missing").field == "plan.request.answer_tokens"
 
 
 class Asked(Exception):

@@ -23,19 +23,12 @@ TEXT = "model.language_model"
 TABLE = f"{TEXT}.embed_tokens_per_layer"
 
 
-def place(**patterns):
-    return resolve_place(patterns, BLOCKS, E2B)
-
-
 def placed(patterns):
     return {path: asked.tier for path, asked in resolve_place(patterns, BLOCKS, E2B).items()}
 
 
-def test_nothing_asked_decides_nothing():
-    assert placed({}) == {}
-
-
 def test_a_part_name_places_its_blocks():
+    assert placed({}) == {}
     found = placed({"vision": "stream"})
     assert found == {"model.vision_tower": "stream"} | {f"model.vision_tower.encoder.layers.{i}": "stream" for i in range(16)}
 
@@ -64,42 +57,27 @@ def test_resident_is_always_allowed():
 
 
 def test_the_asking_pattern_is_kept_for_the_reason():
-    assert place(table="gather")[TABLE].asked == "place table=gather"
+    assert resolve_place({"table": "gather"}, BLOCKS, E2B)[TABLE].asked == "place table=gather"
 
 
-def test_a_pattern_that_names_nothing_is_refused_with_near_names():
-    error = refused(resolve_place, {"model.vision_towr": "stream"}, BLOCKS, E2B)
-    assert error.field == "place['model.vision_towr']" and "model.vision_tower" in error.near
-
-
-def test_a_pattern_like_no_name_is_refused_with_the_parts_of_the_model():
-    error = refused(resolve_place, {"text": "disk"}, BLOCKS, E2B)
-    assert error.allowed == E2B.parts and "language" in error.allowed and "trimtab plan" in error.hint
-
-
-def test_a_tier_that_no_named_block_allows_is_refused_with_the_reason():
-    error = refused(resolve_place, {"table": "stream"}, BLOCKS, E2B)
-    assert "use gather" in str(error) and error.allowed == ("resident", "gather")
-
-
-@pytest.mark.parametrize("named, tier, words", [
-    ("language", "gather", ("index",)), ("lm_head", "stream", ("tied to model.language_model.embed_tokens",)),
-    (f"{TEXT}.embed_tokens", "stream", ("Gemma4Model.forward", "tied lm_head")),  # its block can move, and that of the norm
-    (f"{TEXT}.layers.0.input_layernorm", "stream", ("norms",)),
-], ids=["layers", "a tied head", "the token table", "a norm"])  # fmt: skip
-def test_what_cannot_move_is_refused_with_the_reason(named, tier, words):
-    error = str(refused(resolve_place, {named: tier}, BLOCKS, E2B))
-    assert all(word in error for word in words)
+@pytest.mark.parametrize(("patterns", "words"), [
+    ({"model.vision_towr": "stream"}, ("place['model.vision_towr']='stream': matches no block", "did you mean model.vision_tower")),
+    ({"text": "disk"}, (f"(choices: {', '.join(E2B.parts)})", "trimtab plan")),
+    ({"table": "stream"}, ("use gather", "(choices: resident, gather)")), ({"language": "gather"}, ("index",)),
+    ({"lm_head": "stream"}, ("tied to model.language_model.embed_tokens",)),
+    # Its block can move, and that of the norm.
+    ({f"{TEXT}.embed_tokens": "stream"}, ("Gemma4Model.forward", "tied lm_head")),
+    ({f"{TEXT}.layers.0.input_layernorm": "stream"}, ("norms",)),
+    ({"vision": "stream", "model.vision_tower": "disk"}, ("place['vision']='stream': has no effect", "(model.vision_tower)")),
+], ids=["a typo", "no name", "a table", "layers", "a tied head", "the token table", "a norm", "without effect"])  # fmt: skip
+def test_what_cannot_be_placed_is_refused_with_the_reason(patterns, words):
+    error = str(refused(resolve_place, patterns, BLOCKS, E2B))
+    assert all(word in error for word in words), error
 
 
 def test_a_catch_all_that_nothing_can_follow_is_refused():
     model = small(head_tied=False)
     assert refused(resolve_place, {"*": "gather"}, blocks_of(model, "nf4"), model).value == "gather"
-
-
-def test_a_pattern_without_effect_is_refused_with_what_undoes_it():
-    error = refused(resolve_place, {"vision": "stream", "model.vision_tower": "disk"}, BLOCKS, E2B)
-    assert error.field == "place['vision']" and "model.vision_tower" in str(error)
 
 
 def device_map(devices, execution_device="cuda:0"):
@@ -274,7 +252,7 @@ def test_plan_takes_it_as_an_argument_as_a_flag_and_as_a_file(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("text", "word"), [
-    ("{", "is not JSON"), ('{"0": "4GiB", "0": "5GiB"}', "one key twice"), ("nowhere.json", "cannot be read"),
+    ("{", "is not JSON"), ('{"0": "4GiB", "0": "5GiB"}', "is given twice"), ("nowhere.json", "cannot be read"),
     ('{"0": "4GiB", "1": "4GiB"}', "names 2 GPUs"),
 ])  # fmt: skip
 def test_a_flag_that_cannot_be_read_names_itself(text, word):

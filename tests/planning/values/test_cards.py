@@ -21,7 +21,7 @@ from trimtab.planning import Plan
 from trimtab.planning import options as plan_options
 from trimtab.planning.plan import chart
 from trimtab.planning.request.card_machine import machine_of, rates_of
-from trimtab.planning.values.cards import LANE_BPS, Card, cards_document, check_here, find_card, known_cards, larger_cards, sources
+from trimtab.planning.values.cards import LANE_BPS, cards_document, check_here, find_card, known_cards, larger_cards, sources
 from trimtab.report.charts import Label
 from trimtab.report.render import WIDTH, Lines
 from trimtab.request import LoadRequest
@@ -55,6 +55,7 @@ def test_a_profile_is_plausible_and_its_own_title_finds_it(card):
     assert 100 <= card.bandwidth_GBps <= 8000 and 5 <= card.tflops <= 2500 and 10 <= card.multiprocessors <= 200
     assert re.fullmatch(r"\d+\.\d", card.capability)
     machine, rates = machine_of(card, host_available_bytes=GIB), rates_of(card)
+    assert machine.capability == tuple(map(int, card.capability.split(".")))
     assert 0 < machine.gpu_free_bytes + machine.context_bytes < card.memory_bytes == machine.gpu_total_bytes
     # The link is slower than the card's own memory, and a pageable copy slower than a page-locked one.
     assert rates.pageable_h2d_Bps < rates.pinned_h2d_Bps < rates.device_Bps < card.bandwidth_GBps * 1e9
@@ -507,11 +508,6 @@ def test_the_command_plans_for_a_card(capsys):
     assert (values["execution_device"], values["card"]["name"]) == ("cuda:0", "GeForce RTX 3050 Laptop GPU")
     assert cli.main(["plan", str(BASE), "--card", "RTX 3050 laptop"]) == 2
     assert "GeForce RTX 3050 Laptop GPU 6GB" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("change", [{"memory_mib": "much"}, {"extra": 1}, {"estimated": 1}, {"name": None}, {"tflops": True}])
-def test_a_changed_profile_in_a_plan_file_is_refused(change):
-    assert raised(RequestError, lambda: Card.from_json(find_card("T4").to_json() | change)).field.startswith("plan.card")
 
 
 def test_a_plan_is_chosen_by_the_link_that_the_card_has():

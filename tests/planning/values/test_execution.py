@@ -530,29 +530,6 @@ def test_longer_sounds_and_more_pictures_need_more_buffers():
         assert more.execution.towers.bytes[GRAPHS] == few.execution.towers.bytes[GRAPHS]
 
 
-def test_towers_of_a_saved_plan_are_checked():
-    values = json.loads(json.dumps(plan(8).to_json()))
-    values["execution"]["towers"]["mode"] = "fused"
-    assert raised(RequestError, Plan.from_json, values).field == "plan.execution.towers.mode"
-    values["execution"]["towers"] = None
-    assert Plan.from_json(values).execution.towers is None
-
-
-def test_an_execution_comes_back_equal_and_foreign_ones_are_refused():
-    made = plan(8)
-    values = json.loads(json.dumps(made.to_json()))
-    assert Plan.from_json(values) == made
-    values["execution"]["step"]["mode"] = "warp"
-    error = raised(RequestError, Plan.from_json, values)
-    assert error.field == "plan.execution.step.mode" and error.value == "warp"
-
-
-def test_a_plan_of_an_older_release_is_refused_by_its_version():
-    values = plan(8).to_json() | {"version": 1}
-    error = raised(RequestError, Plan.from_json, values)
-    assert (error.field, error.value) == ("plan.version", 1)
-
-
 def test_a_plan_of_several_rows_counts_what_prompts_in_progress_hold_where_none_is_captured():
     """Two prompts of a whole context, one that grows in each, and those that pass with half a context in every layer."""
     layer = KVLayer(layer=0, kv_heads=2, head_dim=8, window=None, shares=None)

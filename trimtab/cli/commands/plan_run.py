@@ -209,7 +209,7 @@ def _print_cards(options: argparse.Namespace) -> int:
     if options.model is not None:
         raise RequestError("prints the profiles and plans nothing", field="--card", value=LIST, hint="Omit MODEL")
     if options.json:
-        print_json({"cards": [card.to_json() | {"title": card.title} for card in known_cards()]})
+        print_json({"cards": [asdict(card) | {"title": card.title} for card in known_cards()]})
     else:
         show(cards_document())
     return 0

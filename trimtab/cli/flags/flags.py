@@ -363,15 +363,9 @@ def read_json_object(source: str, flag: str, example: str, *, kind: str = "optio
     Errors: RequestError, also for a repeated key.
     """
     text = source.strip()
-
-    def once(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(items)) < len(items):
-            raise RequestError("names one key twice", field=flag, value=source)
-        return dict(items)
-
     try:
         raw = text.encode("utf-8", "surrogateescape") if text.startswith("{") else read_bytes(source, kind)
-        value = parse(raw, kind, object_pairs_hook=once)
+        value = parse(raw, kind)
     except (OSError, JsonError) as exc:
         raise request_refusal(flag, source, exc, allowed=(example,)) from exc
     if not isinstance(value, dict):

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from trimtab.errors import CheckpointError, RequestError
@@ -18,7 +18,7 @@ from trimtab.planning.values.cards import Card
 from trimtab.planning.values.execution import MODES
 from trimtab.planning.values.reading import read_row
 from trimtab.process.files import write_text
-from trimtab.process.json_file import read_values
+from trimtab.process.json_file import as_json, read_values
 from trimtab.report import charts
 from trimtab.report.document import Document
 from trimtab.request import DTYPES, HEADS, TIERS
@@ -68,19 +68,7 @@ class Plan(PlanContents):
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-ready values."""
-        values = {item.name: getattr(self, item.name) for item in fields(self) if item.compare}
-        values["held_adapters_limit_bytes"] = self.held_adapters_limit_bytes
-        values["request"] = self.request.to_json()
-        values["rates"] = asdict(self.rates)
-        values["card"] = None if self.card is None else self.card.to_json()
-        for name in ("placements", "unquantized"):
-            values[name] = [asdict(row) for row in values[name]]
-        for name in ("gpu", "host", "adapter_bytes"):
-            values[name] = dict(values[name])
-        values["execution"] = self.execution.to_json()
-        values["adapter_stamps"] = {name: [list(one) for one in stamps] for name, stamps in self.adapter_stamps.items()}
-        values["checkpoint_stamps"] = [list(stamp) for stamp in self.checkpoint_stamps]
-        return values
+        return {**as_json(self), "held_adapters_limit_bytes": self.held_adapters_limit_bytes}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
@@ -79,13 +79,9 @@ class Card:
         generation, _, lanes = self.pcie.partition(" x")
         return LANE_BPS[generation] * int(lanes) * LINK_SHARE
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the card as JSON-ready values."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: Any) -> Card:
-        """Return the card that `to_json` wrote. Errors: RequestError for other keys or values of the wrong kind."""
+        """Return the card of a saved plan. Errors: RequestError for other keys or values of the wrong kind."""
         card = read_row(cls, values, "plan.card")
         if card.source not in sources():
             raise RequestError("unknown choice", field="plan.card.source", value=card.source, allowed=sorted(sources()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
@@ -131,14 +131,6 @@ class Execution:
     def tokens_per_s(self) -> float:
         """Predicted decode steps per second."""
         return 1 / self.step.seconds if self.step.seconds else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the execution as JSON-ready values."""
-        values = asdict(self)
-        for phase in (values["prompt"], values["step"], values["towers"]):
-            if phase is not None:
-                phase |= {"bytes": dict(phase["bytes"]), "chunks": list(phase["chunks"])}
-        return values
 
 
 # Supported modes ------------------------------------------------------------------------------------------------------
