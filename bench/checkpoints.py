@@ -16,8 +16,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bench.cpu import LLAMA
-
+LLAMA = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 22, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 SHARD_BYTES = 4 * 10**9
 LANGUAGE = r"language_model\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
 VISION = r"vision_tower\.encoder\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj\.linear"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +30,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import trimtab
-from bench.head8 import ADAPTERS, DEMO, environment, prompts
+from bench import environment, parser_of, save, saved
+from bench.head8 import ADAPTERS, DEMO, prompts
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.int8 import read_states, round_states
 from trimtab.engine.memory import reserve as transient_room
@@ -228,15 +230,13 @@ def case_of(run: Mapping[str, Any]) -> tuple[str, str, str | None]:
     return kind, json.dumps(run.get("case"), sort_keys=True), run["environment"]["gpu"]
 
 
-def save(path: Path, run: Mapping[str, Any]) -> None:
+def add(path: Path | None, run: Mapping[str, Any]) -> None:
     """Add a run to a file of results. It replaces the run of the same case on the same GPU; all others stay."""
-    before = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
-    runs = [*(old for old in before if case_of(old) != case_of(run)), run]
-    path.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
+    save(path, {"runs": [*(old for old in saved(path).get("runs", []) if case_of(old) != case_of(run)), run]})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--work", type=Path)
     parser.add_argument("--model", default="e4b")
     parser.add_argument("--rows", type=int, default=8)
@@ -244,9 +244,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--prompts", type=Path, help="lines of {'text': ...} and optional image and audio files")
     parser.add_argument("--quant", default="nf4-dq")
-    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
-    run: dict[str, Any] = {"environment": environment()}
+    run: dict[str, Any] = {"environment": environment(system=platform.system())}
     if given.folder is not None:
         run["case"] = {"model": given.folder.name, "prompts": given.prompts.name, "quant": given.quant}
         asked = [json.loads(line) for line in given.prompts.read_text(encoding="utf-8").splitlines()]
@@ -263,8 +262,7 @@ def main() -> None:
                 run["demo"].append(compared(DEMO / "base", quant, one, prompts(), dtype))
                 print(json.dumps(run["demo"][-1]), flush=True)
         run["random"] = random_models()
-    if given.save:
-        save(given.save, run)
+    add(given.save, run)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,14 @@ keys and values as planned and as held, the positions that rows have written, an
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench import environment, parser_of, save, saved
 from bench.together import ids, timed
 from trimtab.planning.values.byte_sizes import PAGE_TOKENS, pages_of
 
@@ -116,17 +115,14 @@ def steps(model: Any, rows: int, tokens: int, kv_tokens: int | None, about: dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
+    parser = parser_of(__doc__, work=True)
     parser.add_argument("--model", default="e4b")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     import trimtab
     from bench.cards import prepare
-    from bench.load import environment
 
     prepare(given.model, given.work)
     pool = given.rows * pages_of(given.tokens + ANSWER) * PAGE_TOKENS
@@ -150,9 +146,7 @@ def main() -> None:
                 print(json.dumps(row), flush=True)
             gc.collect()
             torch.cuda.empty_cache()
-    if given.save:
-        before = json.loads(given.save.read_text())["rows"] if given.save.exists() else []
-        given.save.write_text(json.dumps({"environment": environment("cuda"), "rows": before + found}, indent=1) + "\n")
+    save(given.save, {"environment": environment("cuda"), "rows": saved(given.save).get("rows", []) + found})
 
 
 if __name__ == "__main__":

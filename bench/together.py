@@ -11,14 +11,14 @@ decoder's weights are kept in the model's own type beside the packed ones.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from bench import environment, parser_of, save
 
 REPEAT = 10
 TOKENS = 512
@@ -180,16 +180,14 @@ def begin_anew(batch: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
+    parser = parser_of(__doc__, work=True)
     parser.add_argument("--size", default="e4b")
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--beside", action="store_true", help="also steps and chunks on two streams")
-    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     import trimtab
-    from bench.load import environment, sized
+    from bench.load import sized
 
     made = sized(given.size, given.work, given.adapters, device="cuda")
     names = list(made.adapters)
@@ -200,8 +198,7 @@ def main() -> None:
 
     def keep(rows: list[dict[str, Any]]) -> None:
         found.extend(rows)
-        if given.save:
-            given.save.write_text(json.dumps({"environment": environment("cuda"), "rows": found}, indent=1) + "\n")
+        save(given.save, {"environment": environment("cuda"), "rows": found})
 
     with trimtab.load(plan) as model:
         kept = model.unpacked
