@@ -65,7 +65,7 @@ def row_of(words: Sequence[str], *, timeout_s: float | None = None, left_s: floa
     return {"error": done.stderr.strip()[-1500:] or f"exit {done.returncode}"}
 
 
-def environment(device: str = DEVICE, **more: Any) -> dict[str, Any]:
+def environment(device: str = DEVICE, /, **more: Any) -> dict[str, Any]:
     """Return the GPU (None: a CPU), the cores and the versions of packages, "?" for one that is not installed."""
     import torch
 

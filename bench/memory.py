@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import environment, median_ms, parser_of, row_of, save
+from trimtab.machine.memory import peak_host_bytes, process_bytes
 
 CONTEXT = 1024
 PROMPT_TOKENS = 900
@@ -87,12 +88,6 @@ def digest(model: Any, inputs: dict[str, Any]) -> str:
     return hashlib.sha256(logits.numpy().tobytes()).hexdigest()[:16]
 
 
-def host_peak_gib() -> float:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
-
-
 def run_stock(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[str, Any]:
     import bitsandbytes  # noqa: F401 - imported before the clock starts, as in the other engine
     import peft  # noqa: F401 - as transformers: imported before the clock starts
@@ -123,7 +118,6 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
 
     import trimtab
     import trimtab.engine.model
-    from trimtab.machine.memory import process_bytes
 
     torch.cuda.init()
     gpu_memory = None
@@ -150,7 +144,7 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
         row = measure(case, model.hf_model, model.hf_model.config)
         row["gpu_load_peak_gib"] = round(load_peak / 2**30, 3)
         memory = model.memory()
-        row["host_peak_gib"] = round(host_peak_gib(), 2)
+        row["host_peak_gib"] = round(peak_host_bytes() / 2**30, 2)
         row |= stream_share(model)
         row["reserved_peak_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 3)
     planned = plan.gpu_peak_bytes / 2**30
@@ -197,7 +191,7 @@ def child(case: dict[str, Any], work: Path) -> dict[str, Any]:
     checkpoint, adapter = work / case["model"], work / f"{case['model']}-r{case['rank']}"
     engine = run_stock if case["engine"] == "stock" else run_trimtab
     row = engine(case, checkpoint, adapter)
-    return {"host_peak_gib": round(host_peak_gib(), 2), **row}
+    return {"host_peak_gib": round(peak_host_bytes() / 2**30, 2), **row}
 
 
 def main() -> None:
