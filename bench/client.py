@@ -50,14 +50,15 @@ def chat_body(
 
 def ask(
     address: str, body: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S, path: str = "/v1/chat/completions",
-    on_piece: Callable[[str], bool] | None = None,
+    on_piece: Callable[[str], bool] | None = None, headers: Mapping[str, str] | None = None, source: str = "",
 ) -> Asked:  # fmt: skip
-    """Return how a request ended. on_piece: told each piece of text; when it returns False the client leaves, "left"."""
+    """Return how a request ended. on_piece: told each piece of text; when it returns False the client leaves, "left". source: the
+    client's own address."""
     began = time.perf_counter()
     found = Asked("broken")
-    connection = HTTPConnection(address, timeout=timeout_s)
+    connection = HTTPConnection(address, timeout=timeout_s, source_address=(source, 0) if source else None)
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})})
         answer = connection.getresponse()
         found.status = answer.status
         if answer.getheader("Content-Type", "").startswith("text/event-stream"):
