@@ -108,6 +108,14 @@ def median_ms(call: Any, repeat: int = 3) -> float:
     return median(timed_s(call) for _ in range(repeat)) * 1000
 
 
+def generated(model: Any, inputs: dict[str, Any], count: int) -> Any:
+    """Return prompt and answer of exactly so many greedy tokens, as transformers generates them."""
+    import torch
+
+    with torch.no_grad():
+        return model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+
+
 def empty_cache() -> None:
     """Give back the GPU memory that making a checkpoint left in torch's allocator, which no plan counts."""
     if DEVICE == "cuda":

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import client, load_bodies, parser_of
-from bench.faults import Clients, Scene, Tally, kill, plain_png, rest, run_scenes, until
+from bench.faults import Clients, Scene, Tally, at_once, kill, plain_png, rest, run_scenes, until
 from bench.grammar_attacks import grammars
 from bench.large_requests import computed
 from bench.served import DEMO, Served
@@ -146,11 +146,7 @@ class Attack:
             lambda: self._bodies(self._costly), lambda: self._bodies(self._media), self._half_open, self._unread, self._drip,
             self._smuggle, self._send_values, self._flood_names, self._leave,
         ]  # fmt: skip
-        threads = [threading.Thread(target=work, daemon=True) for work in works]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT_S * 3)
+        at_once(works)
         return {"counts": dict(sorted(self.counts.items())), "most_host_bytes": self.most_host_bytes}
 
     def _listen(self) -> None:

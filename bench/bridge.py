@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench import parser_of, row_of, save, saved
+from bench import generated, parser_of, row_of, save, saved
 from bench.memory import prepared_apart
 
 T4_GIB = 14.5625
@@ -139,12 +139,8 @@ def answer(model: Any, work: Path, size: str, case: dict[str, Any], kind: str) -
 
 
 def generate(model: Any, size: str) -> list[int]:
-    import torch
-
     given = inputs_of(size, model.config, "text")
-    with torch.no_grad():
-        out = model.generate(**given, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
-    return [int(token) for token in out[0, given["input_ids"].shape[1] :]]
+    return [int(token) for token in generated(model, given, 8)[0, given["input_ids"].shape[1] :]]
 
 
 def gpu_bytes(pico: bool) -> int:

@@ -198,8 +198,7 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
     import torch
 
     import trimtab
-    from bench.checkpoints import media_inputs, text_inputs
-    from trimtab.engine.kv.sequence import Inputs
+    from bench.checkpoints import media_prompt, text_inputs
     from trimtab.request import GenerateRequest
 
     if case.get("copies"):
@@ -224,10 +223,7 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
     shares = {"loaded": shares_of(torch)}
     start = time.perf_counter()
     if case["model"].startswith("e"):
-        media = media_inputs(config, device="cuda")
-        seen = tuple(media["input_ids"][0].tolist())
-        inputs = Inputs(media, len(seen), seen, has_media=True)
-        model.answer_inputs(inputs, GenerateRequest(max_new_tokens=8), adapter="a")
+        model.answer_inputs(media_prompt(config), GenerateRequest(max_new_tokens=8), adapter="a")
         shares["media"] = shares_of(torch)
     ids = text_inputs(config, PROMPT_TOKENS, device="cpu")["input_ids"][0].tolist()
     model.answer(ids, adapter="a", max_new_tokens=2)
@@ -254,9 +250,7 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
         looks = case["model"].startswith("e") and max(plan.request.audio_s or 0, 10.0)
         for number in range(MIXED):
             if looks and number % MEDIA_EVERY == 0:  # the longest sound that the plan admits among them
-                media = media_inputs(config, device="cuda", seconds=(looks, 5.0, 10.0)[number // MEDIA_EVERY % 3])
-                seen = tuple(media["input_ids"][0].tolist())
-                inputs = Inputs(media, len(seen), seen, has_media=True)
+                inputs = media_prompt(config, seconds=(looks, 5.0, 10.0)[number // MEDIA_EVERY % 3])
                 model.answer_inputs(inputs, GenerateRequest(max_new_tokens=4), adapter="a" if number % 3 else None)
                 continue
             size = 16 + (number * 37) % 900

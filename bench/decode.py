@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench import environment, parser_of, save, timed_s
+from bench import environment, generated, parser_of, save, timed_s
 from bench.memory import LEAN, prepare
 
 CONTEXT = 2048
@@ -326,13 +326,9 @@ def run_stock(case: dict[str, Any], work: Path) -> list[dict[str, Any]]:
 def stock_steps(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    def answer(count: int) -> None:
-        with torch.no_grad():
-            model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
-
-    answer(2)
-    first = sorted(timed_s(lambda: answer(1)) for _ in range(3))[1]
-    whole = timed_s(lambda: answer(17))
+    generated(model, inputs, 2)
+    first = sorted(timed_s(lambda: generated(model, inputs, 1)) for _ in range(3))[1]
+    whole = timed_s(lambda: generated(model, inputs, 17))
     ms = (whole - first) / 16 * 1000
     return {
         "tok_s": round(inputs["input_ids"].shape[0] / ms * 1000, 1), "ms": round(ms, 2), "ttft_ms": round(first * 1000, 1),

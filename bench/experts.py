@@ -27,6 +27,7 @@ from typing import Any
 from bench import DEVICE, empty_cache, environment, parser_of, row_of, save, saved, table
 from bench.cards import link_row
 from bench.families import CONTEXT, LONG, SHORT, prompts, stock_rates
+from bench.memory import bound_tensors
 
 CASES = "26b-a4b:nf4-dq,26b-a4b:nf4-dq:8,26b-a4b:nf4-dq:8:0.5,qwen3-30b-a3b:nf4-dq,qwen3-30b-a3b:nf4-dq:8,26b-a4b:stock"
 RANK = 8
@@ -101,8 +102,7 @@ def run(
     asked: dict[str, Any] = {"gpu_memory": f"{card_gib}GiB"} if card_gib else {}
     plan = trimtab.plan(folder, adapters=named, context=CONTEXT, device=DEVICE, batch=rows, experts=experts, **asked)
     if card_gib and DEVICE == "cuda":
-        allowed = card_gib * 2**30 - plan.gpu["cuda_context"]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / torch.cuda.get_device_properties(0).total_memory))
+        bound_tensors(plan, card_gib * 2**30)
     found: dict[str, Any] = {
         "step": plan.execution.step.mode, "prompt": plan.execution.prompt.mode, "head": plan.execution.head,
         "predicted_tok_s" if rows == 1 else "predicted_row_tok_s": round(plan.execution.tokens_per_s, 1),

@@ -21,8 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import DEVICE, empty_cache, environment, parser_of, row_of, save, saved, synchronize, table
+from bench import DEVICE, empty_cache, environment, generated, parser_of, row_of, save, saved, synchronize, table
 from bench.cards import link_row
+from bench.memory import bound_tensors
 
 MODELS = ("qwen3-8b", "llama-3-8b", "gemma3-4b", "qwen3-vl-4b", "qwen3.5-9b", "e4b")
 PROMPT, SHORT, LONG, CONTEXT = (512, 33, 289, 2048) if DEVICE == "cuda" else (48, 3, 8, 128)
@@ -66,10 +67,7 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
     planned = time.perf_counter()
     found: dict[str, Any] = {"plan_s": round(planned - start, 1)}
     if asked and DEVICE == "cuda":
-        import torch
-
-        allowed = case["card_gib"] * 2**30 - plan.gpu["cuda_context"]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / torch.cuda.get_device_properties(0).total_memory))
+        bound_tensors(plan, case["card_gib"] * 2**30)
     asks = prompts(1)
     with trimtab.load(plan) as model:
         found["load_s"] = round(time.perf_counter() - planned, 1)
@@ -125,14 +123,13 @@ def stock_rates(model: Any) -> dict[str, Any]:
     def once(tokens: int) -> float:
         ids = torch.tensor([next(asks)], device=DEVICE)
         begin = time.perf_counter()
-        model.generate(input_ids=ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        generated(model, {"input_ids": ids}, tokens)
         synchronize()
         return time.perf_counter() - begin
 
-    with torch.inference_mode():
-        once(4)
-        first = statistics.median(once(1) for _ in range(3))
-        return {"first_ms": round(first * 1000, 1), "tok_s": round(16 / (once(20) - once(4)), 1)}
+    once(4)
+    first = statistics.median(once(1) for _ in range(3))
+    return {"first_ms": round(first * 1000, 1), "tok_s": round(16 / (once(20) - once(4)), 1)}
 
 
 def run_llama(case: dict[str, Any], work: Path) -> dict[str, Any]:

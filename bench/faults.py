@@ -220,7 +220,7 @@ def out_of_memory(seconds: float = 10.0, clients: int = 8) -> dict[str, Any]:
                 body, counts = (chance.choice(failing), refused) if number % 2 else (chance.choice(others), tally)
                 counts.add(body, client.ask(server.address, body, timeout_s=HANG_S))
 
-        _at_once([lambda number=number: run(number) for number in range(clients)])
+        at_once([lambda number=number: run(number) for number in range(clients)])
         return {
             "clients": clients, "that_ran_out": refused.shown(), "others": tally.shown(),
             "same_worker": server.worker_pid() == pid, "left": rest(server),
@@ -246,7 +246,7 @@ def host_memory(tries: int = 5) -> dict[str, Any]:
         def answer() -> None:
             others.add({}, client.ask(server.address, long_body(), timeout_s=HANG_S))
 
-        _at_once([ask, answer, answer])
+        at_once([ask, answer, answer])
         resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         after = client.ask(server.address, body).ended
         return {
@@ -266,7 +266,8 @@ def plain_png(width: int, height: int, *, bits: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
-def _at_once(works: Sequence[Callable[[], None]]) -> None:
+def at_once(works: Sequence[Callable[[], None]]) -> None:
+    """Do works in threads of their own, and wait for all of them."""
     threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:
         thread.start()
@@ -370,7 +371,7 @@ def leaving(requests: int = 200, clients: int = 16, *, seed: int = 0, server: Se
                 with lock:
                     counts[f"{how}: {ended}"] += 1
 
-        _at_once([run] * clients)
+        at_once([run] * clients)
         after = rest(server)
         # How long after a client left its request is no longer counted.
         freed_s = []

@@ -289,7 +289,12 @@ def _tuned(model: Any) -> str:
 def _import_all(form: str) -> None:
     """Import what either side imports as it loads, so that the seconds of neither have it."""
     names = ["trimtab.api", "trimtab.engine.model", "trimtab.engine.loader.load", "bitsandbytes", "accelerate"]
-    names += ["trimtab.machine.machine_cache", "transformers.integrations.bitsandbytes", "transformers.integrations.gguf"]
+    names += [
+        "trimtab.machine.machine_cache",
+        "platformdirs",
+        "transformers.integrations.bitsandbytes",
+        "transformers.integrations.gguf",
+    ]
     for name in [*names, "transformers.modeling_gguf_pytorch_utils", "gguf" if form == "q4_k_m" else "compressed_tensors"]:
         if importlib.util.find_spec(name):  # the row of a side that lacks its package says so
             importlib.import_module(name)

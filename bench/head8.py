@@ -8,7 +8,6 @@ random bytes: 8 bits by our kernel and by torch, and the whole head in bfloat16 
 
 from __future__ import annotations
 
-import json
 import platform
 from typing import Any
 
@@ -17,19 +16,15 @@ import torch
 import trimtab
 from bench import environment, parser_of, save, saved
 from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.verification.routes.prompts import demo_prompts
 
 ADAPTERS = (None, "style", "specialist", "rslora-dora")
 # Model -> (vocabulary, width).
 SIZES = {"e2b": (262144, 1536), "e4b": (262144, 2560), "12b": (262144, 3840), "26b-a4b": (262144, 2816)}
 
 
-def prompts() -> list[dict[str, str]]:
-    found = []
-    for line in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        media = {kind: str(DEMO / row[kind]) for kind in ("image", "audio") if kind in row}
-        found.append({"id": row["id"], "text": row["prompt"], **media})
-    return found
+def prompts() -> list[dict[str, Any]]:
+    return [prompt.to_json() for prompt in demo_prompts(6)]
 
 
 def parity(quant: str, adapter: str | None) -> dict[str, Any]:

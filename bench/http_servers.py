@@ -183,11 +183,7 @@ def slow_clients(server: Served) -> dict[str, Any]:
         "idle after an answer": partial(_ends, server, b"", ask=GET % b""),
     }  # fmt: skip
     found: dict[str, Any] = {}
-    threads = [threading.Thread(target=lambda n=name, c=case: found.update({n: c()})) for name, case in cases.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    faults.at_once([lambda n=name, c=case: found.update({n: c()}) for name, case in cases.items()])
     return {name: found[name] for name in cases}
 
 

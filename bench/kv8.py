@@ -176,9 +176,7 @@ def steps(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 def steps_of(given: argparse.Namespace, kv: str, logits: dict[int, Tensor]) -> list[dict[str, Any]]:
     """Return the rows of one form. logits: by number of rows, of the first form."""
-    from bench.together import ids, timed
-    from trimtab.engine.batch.batch import Batch
-    from trimtab.request import GenerateRequest
+    from bench.together import filled, ids, step_ms
 
     found = []
     plan = trimtab.plan(
@@ -186,17 +184,10 @@ def steps_of(given: argparse.Namespace, kv: str, logits: dict[int, Tensor]) -> l
         audio_s=0.0, kv=kv,
     )  # fmt: skip
     with trimtab.load(plan) as model:
-        batch = Batch(model, given.rows)
-        batch.ends = frozenset()
-        batch.prepare()
-        for number in range(given.rows):
-            inputs = model.prepare(ids(given.context // 2, number))
-            prompt = batch.begin(inputs, GenerateRequest(max_new_tokens=64), client=None)
-            while not prompt.step():
-                pass
-            # Both forms go on after the same token, whatever a random model says.
-            batch.join(prompt).row.token_ids[-1] = ids(1, number)[0]
+        batch = filled(model, given.rows, given.context // 2, 64)
         going = list(batch.active)
+        for number, row in enumerate(going):  # both forms go on after the same token, whatever a random model says
+            row.token_ids[-1] = ids(1, number)[0]
         for count in COUNTS:
             if count > given.rows:
                 continue
@@ -204,10 +195,9 @@ def steps_of(given: argparse.Namespace, kv: str, logits: dict[int, Tensor]) -> l
             batch.write_last_tokens()
             made = batch.steps.run(batch.state())[0].double().cpu()
             batch.write_last_tokens()
-            ms = timed(lambda: (batch.steps.run(batch.state()), batch.write_last_tokens()))
             found.append({
                 "model": given.model, "kv": kv, "mode": plan.execution.step.mode, "rows": count,
-                "context": given.context, "written": given.context // 2, "ms": ms,
+                "context": given.context, "written": given.context // 2, "ms": step_ms(batch),
                 # Of all rows with full contexts; a part of it is an estimate.
                 "planned_ms": round(plan.token_s * 1e3, 3) if count == given.rows else None,
                 "estimated_ms": round(plan.execution.step.estimated_s * 1e3, 3) if count == given.rows else None,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bench import environment, parser_of, save, saved
-from bench.together import ids, timed
+from bench.together import filled, step_ms
 from trimtab.planning.values.byte_sizes import PAGE_TOKENS, pages_of
 
 ANSWER = 128
@@ -75,18 +75,8 @@ def kernels(model: Any) -> list[dict[str, Any]]:
 
 def steps(model: Any, rows: int, tokens: int, kv_tokens: int | None, about: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of one layout, and leave the logits of every count of rows in `about`."""
-    from trimtab.engine.batch.batch import Batch
-    from trimtab.request import GenerateRequest
-
     model.plan = replace(model.plan, request=replace(model.plan.request, kv_tokens=kv_tokens))
-    batch = Batch(model, rows)
-    batch.ends = frozenset()
-    batch.prepare()
-    for number in range(rows):
-        prompt = batch.begin(model.prepare(ids(tokens, number)), GenerateRequest(max_new_tokens=ANSWER), client=None)
-        while not prompt.step():
-            pass
-        batch.join(prompt)
+    batch = filled(model, rows, tokens, ANSWER)
     found, layout, going = [], "whole" if kv_tokens is None else "pages", list(batch.active)
     for count in COUNTS:
         if count > rows:
@@ -96,9 +86,8 @@ def steps(model: Any, rows: int, tokens: int, kv_tokens: int | None, about: dict
         logits = batch.steps.run(batch.state())[0].float().cpu()
         other = about.setdefault("logits", {}).setdefault(count, logits)
         batch.write_last_tokens()
-        ms = timed(lambda: (batch.steps.run(batch.state()), batch.write_last_tokens()))
         found.append({
-            "what": "step", "layout": layout, "rows": count, "ms": ms, "equal": bool(torch.equal(logits, other)),
+            "what": "step", "layout": layout, "rows": count, "ms": step_ms(batch), "equal": bool(torch.equal(logits, other)),
             "largest_difference": float((logits - other).abs().max()), "largest_logit": float(other.abs().max()),
         })  # fmt: skip
     batch.active[:] = going

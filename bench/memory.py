@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import environment, median_ms, parser_of, row_of, save
+from bench import environment, generated, median_ms, parser_of, row_of, save
 from trimtab.machine.memory import peak_host_bytes, process_bytes
 
 CONTEXT = 1024
@@ -58,9 +58,7 @@ def measure(case: dict[str, Any], model: Any, config: Any) -> dict[str, Any]:
             return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
 
     def greedy(inputs: dict[str, Any], count: int) -> list[int]:
-        with torch.no_grad():
-            out = model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
-        return out[0, inputs["input_ids"].shape[1] :].tolist()
+        return generated(model, inputs, count)[0, inputs["input_ids"].shape[1] :].tolist()
 
     short, full = text_inputs(config, SHORT_TOKENS, device=device), text_inputs(config, PROMPT_TOKENS, device=device)
     first_token(short)
@@ -113,6 +111,14 @@ def run_stock(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[str
     return {"load_s": round(load_s, 2), "base_s": round(base_s, 2), "gpu_peak_gib": round(peak, 3), **row}
 
 
+def bound_tensors(plan: Any, card_bytes: float) -> None:
+    """Imitate a small card: the driver's context is outside torch's limit, so that tensors have that much less."""
+    import torch
+
+    allowed = card_bytes - plan.gpu["cuda_context"]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / torch.cuda.get_device_properties(0).total_memory))
+
+
 def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[str, Any]:
     import torch
 
@@ -131,9 +137,7 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
     )  # fmt: skip
     plan_s = time.perf_counter() - start
     if gpu_memory is not None:
-        # The driver's context is outside PyTorch's limit: a 4 GiB card has that much less for tensors.
-        allowed = gpu_memory - plan.gpu["cuda_context"]
-        torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
+        bound_tensors(plan, gpu_memory)
     base = process_bytes()
     start = time.perf_counter()
     with trimtab.load(plan) as model:

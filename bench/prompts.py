@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench import environment, median_ms, parser_of, save, saved, timed_s
+from bench import environment, generated, median_ms, parser_of, save, saved, timed_s
 from bench.memory import prepared_apart
 
 LENGTHS = (64, 512, 2048)
@@ -324,14 +324,10 @@ def run_stock(size: str, work: Path, lengths: Sequence[int]) -> list[dict[str, A
         ids = text_inputs(model.config, tokens, device="cuda")["input_ids"] % 100000 + 1000
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-        def once(given: dict[str, Any] = given) -> None:
-            with torch.no_grad():
-                peft_model.generate(**given, max_new_tokens=1, min_new_tokens=1, do_sample=False, pad_token_id=0)
-
-        once()
+        generated(peft_model, given, 1)
         rows.append({
             "model": size, "engine": "stock", "what": "text", "tokens": tokens, "adapter": True, "way": "stock",
-            "ms": ms_of(once),
+            "ms": ms_of(lambda given=given: generated(peft_model, given, 1)),
         })  # fmt: skip
         print("ROW " + json.dumps(rows[-1]), flush=True)
     if size.startswith("e"):
@@ -342,8 +338,7 @@ def run_stock(size: str, work: Path, lengths: Sequence[int]) -> list[dict[str, A
             given = processor.apply_chat_template(
                 next(messages), tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
             ).to("cuda")
-            with torch.no_grad():
-                peft_model.generate(**given, max_new_tokens=1, min_new_tokens=1, do_sample=False, pad_token_id=0)
+            generated(peft_model, given, 1)
             return int(given["input_ids"].shape[1])
 
         tokens = seen()

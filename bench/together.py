@@ -51,8 +51,7 @@ def steps(model: Any, batch: Any, names: list[str], about: dict[str, Any], count
                 row.adapter = names[number % adapters] if adapters else None
             batch.write_last_tokens()
             batch.steps.run(batch.state())
-            ms = timed(lambda: (batch.steps.run(batch.state()), batch.write_last_tokens()))
-            found.append({"what": "step", "rows": count, "adapters": adapters, "ms": ms, **about})
+            found.append({"what": "step", "rows": count, "adapters": adapters, "ms": step_ms(batch), **about})
             print(json.dumps(found[-1]), flush=True)
     batch.active[:] = rows
     return found
@@ -155,8 +154,13 @@ def ids(count: int, seed: int = 0) -> list[int]:
     return [1000 + (number * 7919 + seed * 31) % 90_000 for number in range(count)]
 
 
-def filled(model: Any, rows: int) -> Any:
-    """Return a batch whose rows are all active, each behind a prompt of TOKENS tokens."""
+def step_ms(batch: Any) -> float:
+    """Return the milliseconds of a captured step and of what is written in front of the next."""
+    return timed(lambda: (batch.steps.run(batch.state()), batch.write_last_tokens()))
+
+
+def filled(model: Any, rows: int, tokens: int = TOKENS, answer: int = 256) -> Any:
+    """Return a batch whose rows are all active, each behind a prompt of so many tokens and with room for an answer."""
     from trimtab.engine.batch.batch import Batch
     from trimtab.request import GenerateRequest
 
@@ -164,7 +168,7 @@ def filled(model: Any, rows: int) -> Any:
     batch.ends = frozenset()
     batch.prepare()
     for number in range(rows):
-        prompt = batch.begin(model.prepare(ids(TOKENS, number)), GenerateRequest(max_new_tokens=256), client=None)
+        prompt = batch.begin(model.prepare(ids(tokens, number)), GenerateRequest(max_new_tokens=answer), client=None)
         while not prompt.step():
             pass
         batch.join(prompt)
