@@ -53,18 +53,18 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
              "versions": stack_versions(), "changes": stock_changes(model), "wrong_scales": wrong_scales(model)}
         )  # fmt: skip
         tokenizer = read_tokenizer(route["folder"])
-        answers: list[list[int]] = []
-        for place, item in enumerate(request["items"]):
-            phases.begin("prompt", phases.far_text(place + 1, len(request["items"])))
+
+        def answer(place: int, item: Mapping[str, Any], given: list[int] | None) -> list[int]:
             with using(model, item["adapter"], bool(route["adapters"])):
-                line = run_item(model, tokenizer, place, item, forced.wanted(item, answers), request)
-            answers.append(line["continuation"])
+                line = run_item(model, tokenizer, place, item, given, request)
             emit({"event": "item", "place": place, **line})
-        count = request["noise_items"] if request["noise"] else 0
-        for place, (item, continuation) in enumerate(list(zip(request["items"], answers, strict=True))[:count], 1):
-            phases.begin("measuring noise, prompt", phases.far_text(place, count))
+            return list(line["continuation"])
+
+        def measure(place: int, item: Mapping[str, Any], continuation: list[int]) -> None:
             with using(model, item["adapter"], bool(route["adapters"])):
                 emit({"event": "noise", **noise_of(model, item, continuation)})
+
+        forced.answer_and_measure(request["items"], request, answer, measure)
 
 
 def bound_attention() -> None:
