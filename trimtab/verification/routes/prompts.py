@@ -190,7 +190,7 @@ def _token_prompts(config: Mapping[str, Any]) -> tuple[Prompt, ...]:
 
 
 def random_tokens(vocabulary: int, count: int, seed: int) -> list[int]:
-    """Return token ids that stand for ordinary text in a vocabulary of this size."""
+    """Return token ids that represent ordinary text in a vocabulary of this size."""
     # The first ids are special ones; the last ids of a multimodal vocabulary are placeholders of images and audio.
     draw, low, high = random.Random(seed), min(8, vocabulary // 4), max(vocabulary // 4 + 1, vocabulary * 3 // 4)
     return [draw.randrange(low, high) for _ in range(count)]

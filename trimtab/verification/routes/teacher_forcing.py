@@ -71,7 +71,7 @@ def answer_and_measure(
     answer: Callable[[int, Mapping[str, Any], list[int] | None], list[int]],
     measure: Callable[[int, Mapping[str, Any], list[int]], None],
 ) -> None:  # fmt: skip
-    """Answer every item of a route's request, then measure the noise of the first ones, as many as it asks for.
+    """Answer every item of a route's request, then measure the noise of the first ones, as many as it requests.
 
     answer: gets place, item and the wanted tokens, and returns the item's continuation. The noise is last: its larger batches must
     not count in the reported memory of the route.
