@@ -16,7 +16,6 @@ computed again: a run that was stopped goes on, two runs may share the work, and
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -33,8 +32,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import trimtab
+from bench import parser_of, save
 from bench.planted import Both, Planted
-from bench.rates import at_most
+from bench.rates import at_least, at_most
 from trimtab.adapters.file import CONFIG_NAME, TENSORS_NAME
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
@@ -289,8 +289,7 @@ class Proof:
             f"{time.monotonic() - self.started:6.0f} s ({time.process_time():.0f} of CPU)  {text}: {json.dumps(result['summary'])}",
             flush=True,
         )
-        if self.save:
-            self.save.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        save(self.save, result)
 
     def result(self) -> dict[str, Any]:
         rows = [row(one) for file in sorted(self.numbers.glob("*.json")) for one in json.loads(file.read_text("utf-8"))]
@@ -399,15 +398,8 @@ def write_figures(page: Path, summary: dict[str, Any]) -> None:
     page.write_text(FIGURES.sub(lambda match: match[1] + figures(summary) + match[2], text), encoding="utf-8")
 
 
-def at_least(named: int, cases: int) -> float | None:
-    """Return the lower bound, with 95 % confidence, of the share of cases that were named, from that of the misses."""
-    missed = at_most(cases - named, cases)
-    return None if missed is None else round(1 - missed, 4)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--numbers", type=Path, help="keep what was computed here, and take from here what is there")
     parser.add_argument("--adapter", action="append", choices=NAMES, help="compute only these")
     parser.add_argument("--server", action="append", choices=SERVERS, help="compute only these")

@@ -8,16 +8,15 @@ that of the command alone, and is what a busy machine leaves unchanged; the load
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from bench import parser_of, save
 from bench.served import Served
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.process.packages import stack_versions
@@ -42,8 +41,7 @@ def verify(url: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", type=Path, required=True)
+    parser = parser_of(__doc__, must_save=True)
     parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args()
     with Served(SERVED) as server:
@@ -52,7 +50,7 @@ def main() -> None:
         "what": "python -m bench.alive_time: `trimtab verify` of the demo's adapter style against `trimtab serve` of the demo",
         "versions": stack_versions(), "runs": runs,
     }  # fmt: skip
-    options.save.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(options.save, result)
     print(json.dumps(runs, indent=1))
 
 

@@ -21,26 +21,23 @@ Quiet and attacked turns are compared with each other, because other work on the
 from __future__ import annotations
 
 import argparse
-import base64
 import json
 import os
 import random
 import resource
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from bench import client
-from bench.faults import Clients, Tally, environment, rest, until
+from bench import client, load_bodies, parser_of
+from bench.faults import Clients, Scene, Tally, at_once, kill, plain_png, rest, run_scenes, until
 from bench.grammar_attacks import grammars
 from bench.large_requests import computed
 from bench.served import DEMO, Served
@@ -66,36 +63,12 @@ QUESTION = client.chat_body("How are you?", model="style", max_tokens=4)
 # The attackers --------------------------------------------------------------------------------------------------------
 
 
+def _media(**media: bytes) -> bytes:
+    return json.dumps(client.chat_body("?", model="demo", max_tokens=1, **media)).encode()
+
+
 def _png(width: int, height: int) -> bytes:
-    """Return a PNG of one colour that is as small as its sides allow."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
-    rows = zlib.compress((b"\0" * (1 + (width + 7) // 8)) * height, 9)
-    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-
-
-def _wav(samples: int) -> bytes:
-    form = struct.pack("<HHIIHH", 1, 1, 16_000, 32_000, 2, 16)
-    data = b"\0\0" * samples
-    body = b"WAVEfmt " + struct.pack("<I", 16) + form + b"data" + struct.pack("<I", len(data)) + data
-    return b"RIFF" + struct.pack("<I", len(body)) + body
-
-
-def _media(part: dict[str, Any]) -> bytes:
-    content = [part, {"type": "text", "text": "?"}]
-    return json.dumps({"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}).encode()
-
-
-def _image(data: bytes) -> bytes:
-    url = "data:image/png;base64," + base64.b64encode(data).decode()
-    return _media({"type": "image_url", "image_url": {"url": url}})
-
-
-def _sound(data: bytes) -> bytes:
-    return _media({"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}})
+    return _media(image=plain_png(width, height, bits=1))
 
 
 def _chat(messages: bytes) -> bytes:
@@ -107,13 +80,13 @@ BODIES: dict[str, Callable[[], bytes]] = {
     "57 MiB of {}": lambda: _chat(b"{}," * 19_900_000 + b"{}"),
     "1,000,000 messages": lambda: _chat(b",".join([b'{"role":"user","content":"a"}'] * 1_000_000)),
     "5,000 messages": lambda: _chat(b",".join([b'{"role":"user","content":"a"}'] * 5_000)),
-    "a 20 MiB image that is none": lambda: _image(b"\0" * 20 * 2**20),
+    "a 20 MiB image that is none": lambda: _media(image=b"\0" * 20 * 2**20),
     "a text of 60 MiB": lambda: _chat(b'{"role":"user","content":"%s"}' % (b"a" * 60 * 2**20)),
     "900,000 quotes": lambda: _chat(b'{"role":"user","content":"%s"}' % (b'\\"' * 900_000)),
 }
 MEDIA: dict[str, Callable[[], bytes]] = {
-    "PNG 31,000,000 x 1": lambda: _image(_png(31_000_000, 1)), "PNG 1 x 65": lambda: _image(_png(1, 65)),
-    "PNG 20 x 1300": lambda: _image(_png(20, 1300)), "WAV of 20 samples": lambda: _sound(_wav(20)),
+    "PNG 31,000,000 x 1": lambda: _png(31_000_000, 1), "PNG 1 x 65": lambda: _png(1, 65),
+    "PNG 20 x 1300": lambda: _png(20, 1300), "WAV of 20 samples": lambda: _media(audio=load_bodies.wav(bytes(40))),
 }  # fmt: skip
 CHAT, UNLOAD, LOAD = "/v1/chat/completions", "/v1/unload_lora_adapter", "/v1/load_lora_adapter"
 
@@ -173,11 +146,7 @@ class Attack:
             lambda: self._bodies(self._costly), lambda: self._bodies(self._media), self._half_open, self._unread, self._drip,
             self._smuggle, self._send_values, self._flood_names, self._leave,
         ]  # fmt: skip
-        threads = [threading.Thread(target=work, daemon=True) for work in works]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT_S * 3)
+        at_once(works)
         return {"counts": dict(sorted(self.counts.items())), "most_host_bytes": self.most_host_bytes}
 
     def _listen(self) -> None:
@@ -473,16 +442,7 @@ class Faults:
         for _ in range(count):
             wanted = self.tally.ended["complete"] + self._chance.randrange(rounds * self._clients + 1)
             until(lambda: self.tally.ended["complete"] >= wanted, 60.0)  # noqa: B023
-            before, start = server.worker_pid(), time.monotonic()
-            server.kill_worker()
-            is_back = until(
-                lambda: server.worker_pid() not in (None, before) and server.is_ready(),  # noqa: B023
-                300.0,
-                every_s=0.05,
-            )
-            if is_back is None:
-                raise RuntimeError(f"not back after 300 s:\n{server.log[-2000:]}")
-            self.back_s.append(time.monotonic() - start)
+            self.back_s.append(kill(server))
 
     def shown(self) -> dict[str, Any]:
         return {
@@ -519,7 +479,7 @@ def together(kills: int = 10, clients: int = 32, turns: int = 2, *, seconds: flo
         return {"turns": turns, "faults": faults.shown(), **both.shown()}
 
 
-SCENES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+SCENES: dict[str, Scene] = {
     "attacked": lambda given: attacked(given.seconds, given.turns),
     "together": lambda given: together(given.kills, given.clients, min(given.turns, given.kills), seconds=given.seconds),
     "killed": lambda given: killed(given.kills, given.clients),
@@ -529,13 +489,12 @@ SCENES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--only", nargs="*", choices=list(SCENES), default=list(SCENES))
-    parser.add_argument("--save", type=Path)
     parser.add_argument("--note", default="", help="what else ran on the machine")
     parser.add_argument("--attack", metavar="ADDRESS", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -544,20 +503,7 @@ def main() -> None:
         print("ready", flush=True)
         print(json.dumps(work.run()), flush=True)
         return
-    scenes: dict[str, Any] = {}
-    if given.save and given.save.exists():
-        scenes = json.loads(given.save.read_text())["scenes"]
-    for name in given.only:
-        start, about = time.monotonic(), environment()
-        scenes[name] = {
-            **SCENES[name](given),
-            "wall_s": round(time.monotonic() - start, 1),
-            "environment": about,
-            "note": given.note,
-        }
-        print(json.dumps({name: scenes[name]}, indent=1), flush=True)
-        if given.save:
-            given.save.write_text(json.dumps({"model": "demo", "rerun": RERUN, "scenes": scenes}, indent=1) + "\n")
+    run_scenes(SCENES, given, note=given.note, rerun=RERUN)
 
 
 if __name__ == "__main__":

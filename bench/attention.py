@@ -13,11 +13,9 @@ tests/cuda_on_cpu.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bench import DEVICE
-from bench.memory import environment
+from bench import DEVICE, environment, parser_of, save, saved
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
 
@@ -156,14 +153,13 @@ def table(rows: list[dict[str, Any]], bandwidth: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", default="1,8")
     parser.add_argument("--tokens", default="550,1300")
     parser.add_argument("--context", type=int, default=CONTEXT)
     given = parser.parse_args()
     torch.manual_seed(0)
-    before = json.loads(given.save.read_text(encoding="utf-8")) if given.save and given.save.exists() else {}
+    before = saved(given.save)
     rows: list[dict[str, Any]] = [row for row in before.get("rows", []) if "error" not in row]
     bandwidth, cold_bytes = before.get("copy_Bps"), 2**20
     if DEVICE == "cuda":
@@ -175,10 +171,7 @@ def main() -> None:
     def keep(row: dict[str, Any]) -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
-        if given.save:
-            given.save.parent.mkdir(parents=True, exist_ok=True)
-            whole = {"environment": environment(), "copy_Bps": bandwidth, "rows": rows}
-            given.save.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        save(given.save, {"environment": environment(), "copy_Bps": bandwidth, "rows": rows})
 
     found, known = modules(), {key(row) for row in rows}
     for count in map(int, given.rows.split(",")):

@@ -9,12 +9,12 @@ one that captures and is not counted).
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
+
+from bench import environment, parser_of, save
 
 PROMPTS, ROWS, ANSWER, REPEAT = 64, 32, 16, 3
 LENGTHS = (16, 64, 128)
@@ -35,13 +35,11 @@ def answered(model: Any, tokens: int, names: list[str], seed: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
+    parser = parser_of(__doc__, work=True)
     parser.add_argument("--size", default="e4b")
-    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     import trimtab
-    from bench.load import environment, sized
+    from bench.load import sized
     from trimtab.engine.prefill.packing import PackedPrefill
 
     made = sized(given.size, given.work, 8, device="cuda")
@@ -58,8 +56,7 @@ def main() -> None:
                 about = {"prompts": PROMPTS, "tokens": tokens, "answer": ANSWER, "rows": ROWS}
                 found.append({**about, "way": way, "ms": round(statistics.median(times), 1)})
                 print(json.dumps(found[-1]), flush=True)
-    if given.save:
-        given.save.write_text(json.dumps({"environment": environment("cuda"), "rows": found}, indent=1) + "\n")
+    save(given.save, {"environment": environment("cuda"), "rows": found})
 
 
 if __name__ == "__main__":

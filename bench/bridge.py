@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
-import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from bench import generated, parser_of, row_of, save, saved
+from bench.memory import prepared_apart
 
 T4_GIB = 14.5625
 CASES: tuple[dict[str, Any], ...] = (
@@ -53,7 +54,7 @@ def run_case(case: dict[str, Any], work: Path, size: str) -> dict[str, Any]:
             row["free_bytes"] = torch.cuda.mem_get_info()[0]
             torch.cuda.reset_peak_memory_stats()
         row["stage"], started = "adapter", time.perf_counter()
-        model = load_adapter(case["adapter_line"], base, work / f"{size}-adapter")
+        model = load_adapter(case["adapter_line"], base, work / f"{size}-r8")
         row |= {"adapter_s": seconds(started), "map_after": shown(model), "model_bytes": gpu_bytes(pico) - held}
         if pico:
             from tests import stock
@@ -138,12 +139,8 @@ def answer(model: Any, work: Path, size: str, case: dict[str, Any], kind: str) -
 
 
 def generate(model: Any, size: str) -> list[int]:
-    import torch
-
     given = inputs_of(size, model.config, "text")
-    with torch.no_grad():
-        out = model.generate(**given, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
-    return [int(token) for token in out[0, given["input_ids"].shape[1] :]]
+    return [int(token) for token in generated(model, given, 8)[0, given["input_ids"].shape[1] :]]
 
 
 def gpu_bytes(pico: bool) -> int:
@@ -182,34 +179,25 @@ def library_frame(exc: BaseException) -> str:
 
 def prepare(work: Path, size: str) -> None:
     """Write the random checkpoint and its adapter once."""
-    if (work / f"{size}-adapter" / "adapter_config.json").exists():
+    if (work / f"{size}-r8" / "adapter_config.json").exists():
         return
     if size == "pico":
         from tests import pico
 
-        pico.adapter(pico.build("gemma4", work / size), work / "pico-adapter", targets="all")
+        pico.adapter(pico.build("gemma4", work / size), work / "pico-r8", targets="all")
         return
-    lines = (
-        "from pathlib import Path", "from bench.checkpoints import write_adapter, write_checkpoint",
-        f"work = Path({str(work)!r})", f"folder = work / {size!r}",
-        f"if not (folder / 'config.json').exists(): write_checkpoint({size!r}, folder)",
-        f"write_adapter(folder, work / '{size}-adapter', 8)",
-    )  # fmt: skip
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+    prepared_apart(size, work, (8,))
 
 
 def in_process(case: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.bridge", "--work", str(given.work), "--size", given.size]
-    command += ["--case", json.dumps(case)]
+    command = ["bench.bridge", "--work", str(given.work), "--size", given.size, "--case", json.dumps(case)]
     started = time.perf_counter()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=given.timeout_s)
-    except subprocess.TimeoutExpired:
+    row = row_of(command, timeout_s=given.timeout_s) or {}
+    if "over_s" in row:
         return {"stage": "timeout", "seconds": given.timeout_s}
-    found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
-    if not found:
-        return {"stage": "crashed", "exception": {"type": "exit", "message": done.stderr[-500:], "frame": ""}}
-    return {**json.loads(found[-1][4:]), "seconds": seconds(started)}
+    if "error" in row:
+        return {"stage": "crashed", "exception": {"type": "exit", "message": row["error"][-500:], "frame": ""}}
+    return {**row, "seconds": seconds(started)}
 
 
 def environment(size: str) -> dict[str, Any]:
@@ -236,19 +224,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def save(path: Path, size: str, found: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Add the rows of these versions to the file, in place of older ones of the same versions and size."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    runs = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
-    runs = [run for run in runs if run["environment"] != found or run["size"] != size]
-    runs.append({"environment": found, "size": size, "rows": rows})
-    path.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--save", type=Path)
+    parser = parser_of(__doc__, work=True)
     parser.add_argument("--size", choices=("e4b", "e2b", "pico"), default="e4b")
     parser.add_argument("--card-gib", type=float, default=T4_GIB)
     parser.add_argument("--timeout-s", type=float, default=90)
@@ -269,8 +246,8 @@ def main() -> None:
     found = environment(given.size)
     print(table(rows))
     print(json.dumps(found))
-    if given.save:
-        save(given.save, given.size, found, rows)
+    runs = [run for run in saved(given.save).get("runs", []) if (run["environment"], run["size"]) != (found, given.size)]
+    save(given.save, {"runs": [*runs, {"environment": found, "size": given.size, "rows": rows}]})
 
 
 if __name__ == "__main__":

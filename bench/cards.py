@@ -26,13 +26,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.memory import environment, run_stock
+from bench import environment, parser_of, row_of, save, saved, table
+from bench.memory import run_stock
 
 MIB, GIB = 2**20, 2**30
 # A budget that nothing exceeds, and where a plan of the least memory has what is not the decoder.
@@ -66,6 +67,10 @@ CASES: tuple[dict[str, Any], ...] = (
     {"model": "e2b", "card_gib": 0, "head": "full", "engine": "stock"},
     {"model": "qwen3-8b", "card_gib": 0, "head": "full", "engine": "stock"},
 )
+COLUMNS = (
+    "model", "card_gib", "head", "chosen_head", "execution", "streamed_gib", "tok_s", "predicted_tok_s", "link_limit_tok_s",
+    "forced_gib", "ttft_ms", "planned_gib", "process_gib", "load_s", "first_answers_s", "copies", "error",
+)  # fmt: skip
 
 
 def name_of(case: dict[str, Any]) -> str:
@@ -193,8 +198,7 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
     import torch
 
     import trimtab
-    from bench.checkpoints import media_inputs, text_inputs
-    from trimtab.engine.kv.sequence import Inputs
+    from bench.checkpoints import media_prompt, text_inputs
     from trimtab.request import GenerateRequest
 
     if case.get("copies"):
@@ -219,10 +223,7 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
     shares = {"loaded": shares_of(torch)}
     start = time.perf_counter()
     if case["model"].startswith("e"):
-        media = media_inputs(config, device="cuda")
-        seen = tuple(media["input_ids"][0].tolist())
-        inputs = Inputs(media, len(seen), seen, has_media=True)
-        model.answer_inputs(inputs, GenerateRequest(max_new_tokens=8), adapter="a")
+        model.answer_inputs(media_prompt(config), GenerateRequest(max_new_tokens=8), adapter="a")
         shares["media"] = shares_of(torch)
     ids = text_inputs(config, PROMPT_TOKENS, device="cpu")["input_ids"][0].tolist()
     model.answer(ids, adapter="a", max_new_tokens=2)
@@ -249,9 +250,7 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
         looks = case["model"].startswith("e") and max(plan.request.audio_s or 0, 10.0)
         for number in range(MIXED):
             if looks and number % MEDIA_EVERY == 0:  # the longest sound that the plan admits among them
-                media = media_inputs(config, device="cuda", seconds=(looks, 5.0, 10.0)[number // MEDIA_EVERY % 3])
-                seen = tuple(media["input_ids"][0].tolist())
-                inputs = Inputs(media, len(seen), seen, has_media=True)
+                inputs = media_prompt(config, seconds=(looks, 5.0, 10.0)[number // MEDIA_EVERY % 3])
                 model.answer_inputs(inputs, GenerateRequest(max_new_tokens=4), adapter="a" if number % 3 else None)
                 continue
             size = 16 + (number * 37) % 900
@@ -332,41 +331,21 @@ def run_stock_case(case: dict[str, Any], work: Path) -> dict[str, Any]:
 # All of them -----------------------------------------------------------------------------------------------------------
 
 
-def prepare(model: str, work: Path) -> None:
-    """Make the checkpoint and the adapter unless they are there."""
+def prepare(model: str, work: Path, ranks: Sequence[int] = (8,), device: str = "cuda") -> None:
+    """Make the checkpoint and an adapter of each rank unless they are there."""
     from bench.checkpoints import write_adapter, write_checkpoint
 
     folder = work / model
     if not (folder / "config.json").exists():
-        write_checkpoint(model, folder)
-    if not (work / f"{model}-r8" / "adapter_config.json").exists():
-        write_adapter(folder, work / f"{model}-r8", 8)
+        write_checkpoint(model, folder, device=device)
+    for rank in ranks:
+        if not (work / f"{model}-r{rank}" / "adapter_config.json").exists():
+            write_adapter(folder, work / f"{model}-r{rank}", rank)
 
 
 def run_case(case: dict[str, Any], work: Path, timeout_s: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.cards", "--work", str(work), "--case", json.dumps(case)]
-    label = {key: value for key, value in case.items() if key != "free_bytes"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired as exc:
-        said = exc.stderr or b""
-        print(said[:2000] if isinstance(said, str) else said[:2000].decode(errors="replace"), flush=True)
-        return {**label, "error": f"longer than {timeout_s:.0f} s"}
-    rows = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
-    if done.returncode or not rows:
-        print(done.stderr[:2000], done.stderr[-9000:], sep="\n", flush=True)
-        return {**label, "error": (done.stderr.strip().splitlines() or ["?"])[-1][:400]}
-    return {**label, **json.loads(rows[-1][4:])}
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    names = (
-        "model", "card_gib", "head", "chosen_head", "execution", "streamed_gib", "tok_s", "predicted_tok_s",
-        "link_limit_tok_s", "forced_gib", "ttft_ms", "planned_gib", "process_gib", "load_s", "first_answers_s", "copies", "error",
-    )  # fmt: skip
-    cells = [names, *(tuple("" if row.get(name) is None else str(row[name])[:60] for name in names) for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(names))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells)
+    row = row_of(["bench.cards", "--work", str(work), "--case", json.dumps(case)], timeout_s=timeout_s) or {}
+    return {key: value for key, value in case.items() if key != "free_bytes"} | row
 
 
 def missing(cases: list[dict[str, Any]], results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -385,9 +364,8 @@ def merged(results: dict[str, Any], rows: list[dict[str, Any]], where: dict[str,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--work", type=Path)
-    parser.add_argument("--save", type=Path)
     parser.add_argument("--cases", default="", help="names such as e4b:4:auto; all without it")
     parser.add_argument("--timeout-s", type=float, default=110)
     parser.add_argument("--total-s", type=float, default=3600)
@@ -408,7 +386,7 @@ def main() -> int:
         print("ROW " + json.dumps((run_stock_case if case.get("engine") == "stock" else run_trimtab)(case, given.work)))
         return 0
     begun, rows = time.monotonic(), []
-    before = json.loads(given.save.read_text()) if given.save and given.save.exists() else {}
+    before = saved(given.save)
     known = {name_of(case): case for case in CASES}
     unknown = sorted(set(filter(None, given.cases.split(","))) - set(known))
     if unknown:
@@ -432,11 +410,10 @@ def main() -> int:
             row = run_case({**case, "free_bytes": free_bytes}, given.work, min(given.timeout_s, left_s))
             rows.append(row)
             print(json.dumps(row), flush=True)
-            if given.save:
-                given.save.write_text(json.dumps(merged(before, rows, environment()), indent=1) + "\n")
+            save(given.save, merged(before, rows, environment()))
     finally:
         holder.close()
-    print(table(rows))
+    print(table(rows, COLUMNS))
     return 3 if given.missing and missing(wanted, {"rows": [row for row in rows if "error" not in row]}) else 0
 
 

@@ -16,8 +16,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bench.cpu import LLAMA
+from trimtab.engine.kv.sequence import Inputs
 
+LLAMA = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 22, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 SHARD_BYTES = 4 * 10**9
 LANGUAGE = r"language_model\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
 VISION = r"vision_tower\.encoder\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj\.linear"
@@ -312,6 +317,13 @@ def text_inputs(config: Any, tokens: int, *, device: str, seed: int = 3) -> dict
         "input_ids": ids, "attention_mask": torch.ones_like(ids),
         **({"mm_token_type_ids": torch.zeros_like(ids)} if config.model_type.startswith("gemma4") else {}),
     }  # fmt: skip
+
+
+def media_prompt(config: Any, *, seconds: float = 10.0) -> Inputs:
+    """Return `media_inputs` on the GPU as a prompt."""
+    tensors = media_inputs(config, device="cuda", seconds=seconds)
+    ids = tuple(tensors["input_ids"][0].tolist())
+    return Inputs(tensors, len(ids), ids, has_media=True)
 
 
 def media_inputs(config: Any, *, device: str, seconds: float = 10.0) -> dict[str, torch.Tensor]:

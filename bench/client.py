@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
-from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 60.0
@@ -33,15 +32,15 @@ class Asked:
 
 
 def chat_body(
-    prompt: str, *, model: str, max_tokens: int = 48, image: Path | None = None, audio: Path | None = None, **more: Any
+    prompt: str, *, model: str, max_tokens: int = 48, image: bytes | None = None, audio: bytes | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Return a streamed, greedy request with a picture before its text and a sound after it."""
+    """Return a streamed, greedy request with a picture (PNG) before its text and a sound (WAV) after it."""
     parts: list[dict[str, Any]] = [{"type": "text", "text": prompt}]
     if image is not None:
-        url = "data:image/png;base64," + base64.b64encode(image.read_bytes()).decode()
+        url = "data:image/png;base64," + base64.b64encode(image).decode()
         parts.insert(0, {"type": "image_url", "image_url": {"url": url}})
     if audio is not None:
-        data = base64.b64encode(audio.read_bytes()).decode()
+        data = base64.b64encode(audio).decode()
         parts.append({"type": "input_audio", "input_audio": {"data": data, "format": "wav"}})
     return {
         "model": model, "messages": [{"role": "user", "content": parts}], "max_tokens": max_tokens, "temperature": 0,
@@ -51,14 +50,15 @@ def chat_body(
 
 def ask(
     address: str, body: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S, path: str = "/v1/chat/completions",
-    on_piece: Callable[[str], bool] | None = None,
+    on_piece: Callable[[str], bool] | None = None, headers: Mapping[str, str] | None = None, source: str = "",
 ) -> Asked:  # fmt: skip
-    """Return how a request ended. on_piece: told each piece of text; when it returns False the client leaves, "left"."""
+    """Return how a request ended. on_piece: told each piece of text; when it returns False the client leaves, "left". source: the
+    client's own address."""
     began = time.perf_counter()
     found = Asked("broken")
-    connection = HTTPConnection(address, timeout=timeout_s)
+    connection = HTTPConnection(address, timeout=timeout_s, source_address=(source, 0) if source else None)
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})})
         answer = connection.getresponse()
         found.status = answer.status
         if answer.getheader("Content-Type", "").startswith("text/event-stream"):

@@ -16,7 +16,6 @@ value of the embedding or a log-probability from the modules'.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -24,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench import environment, parser_of, save
 from bench.together import ids
 
 TOKENS = 24
@@ -183,32 +183,26 @@ def measured(folder: Path, adapters: dict[str, Path], *, rows: int, invariant: b
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
+    parser = parser_of(__doc__, work=True)
     parser.add_argument("--size", default="e4b")
     parser.add_argument("--rows", type=int, nargs="*", default=(8,))
     parser.add_argument("--texts", action="store_true")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
-    from bench.load import environment, sized
+    from bench.load import sized
 
     made = sized(given.size, given.work, 8, device=given.device)
     found: list[dict[str, Any]] = []
     if given.texts:
         found = texts(made.folder, made.adapters, rows=given.rows[0], device=given.device, quant="nf4-dq")
         print(*map(json.dumps, found), sep="\n", flush=True)
-        if given.save:
-            values = {"environment": environment(given.device), "size": given.size, "rows": found}
-            given.save.write_text(json.dumps(values, indent=1) + "\n")
+        save(given.save, {"environment": environment(given.device), "size": given.size, "rows": found})
         return
     for rows in given.rows:
         for invariant in (False, True):
             found.append(measured(made.folder, made.adapters, rows=rows, invariant=invariant, device="cuda", quant="nf4-dq"))
             print(json.dumps(found[-1]), flush=True)
-            if given.save:
-                values = {"environment": environment("cuda"), "size": given.size, "rows": found}
-                given.save.write_text(json.dumps(values, indent=1) + "\n")
+            save(given.save, {"environment": environment("cuda"), "size": given.size, "rows": found})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ keeps the other parts of the file: the same on another machine, under another lo
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -29,68 +28,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-DEMO = ROOT / "trimtab" / "demo"
-LLAMA = {
-    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 22, "num_attention_heads": 16,
-    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32000, "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-RANK = 8
-
-
-def write_llama(folder: Path) -> Path:
-    """Write the random checkpoint; 310 million weights in bfloat16."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    if (folder / "config.json").is_file():
-        return folder
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        model = LlamaForCausalLM(LlamaConfig(**LLAMA, dtype="bfloat16"))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    model.save_pretrained(folder)
-    return folder
-
-
-def write_adapter(folder: Path) -> Path:
-    """Write a PEFT adapter of rank 8 on every linear layer of the decoder."""
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(1)
-    width, inner = LLAMA["hidden_size"], LLAMA["intermediate_size"]
-    narrow = LLAMA["num_key_value_heads"] * LLAMA["head_dim"]
-    shapes = {
-        "self_attn.q_proj": (width, width), "self_attn.k_proj": (narrow, width), "self_attn.v_proj": (narrow, width),
-        "self_attn.o_proj": (width, width), "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
-    }  # fmt: skip
-    tensors = {}
-    for layer in range(LLAMA["num_hidden_layers"]):
-        for name, (out, inside) in shapes.items():
-            key = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{key}.lora_A.weight"] = torch.randn(RANK, inside, generator=generator) / inside**0.5
-            tensors[f"{key}.lora_B.weight"] = torch.randn(out, RANK, generator=generator) * 0.02
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "", "r": RANK, "lora_alpha": RANK,
-        "lora_dropout": 0.0, "bias": "none", "target_modules": list(TARGETS), "inference_mode": True,
-    }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
-    return folder
+from bench import parser_of, save, saved
+from bench.cards import prepare
+from trimtab.demo.demo import FOLDER as DEMO
 
 
 def cases(work: Path) -> dict[str, Any]:
     """Return name -> LoadRequest of what is measured."""
     from trimtab.request import LoadRequest
 
-    llama, adapter = write_llama(work / "llama-300m"), write_adapter(work / "llama-300m-r8")
+    prepare("llama-310m", work, device="cpu")
+    llama, adapter = work / "llama-310m", work / "llama-310m-r8"
     style = {"adapter": str(DEMO / "adapters" / "style")}
     random = {"adapter": str(adapter)}
     return {
@@ -193,8 +141,8 @@ def save_first_tokens(given: argparse.Namespace) -> None:
     from trimtab.machine.environment import read_environment
 
     found: dict[str, Any] = {"note": given.note, "environment": read_environment().to_json(), "cases": {}}
-    if given.only and given.save.exists():
-        found["cases"] = json.loads(given.save.read_text(encoding="utf-8"))["cases"]
+    if given.only:
+        found["cases"] = saved(given.save).get("cases", {})
     for name, load in cases(given.work).items():
         if given.only and name not in given.only:
             continue
@@ -204,7 +152,7 @@ def save_first_tokens(given: argparse.Namespace) -> None:
         )  # fmt: skip
         print(name, row["medians"], row["ratios"], row["same_tokens"], flush=True)
         found["cases"][name] = row
-        given.save.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        save(given.save, found)
 
 
 def save_predictions(given: argparse.Namespace) -> None:
@@ -251,20 +199,18 @@ def save_predictions(given: argparse.Namespace) -> None:
             "step_cpu_ms": [row["step_cpu_ms"] for row in clocks[1:]], "load_average": round(os.getloadavg()[0], 1),
         }  # fmt: skip
         print(name, rows[name], flush=True)
-    found = json.loads(given.save.read_text(encoding="utf-8")) if given.save.exists() else {}
+    found = saved(given.save)
     found[given.part] = {
         "note": given.note, "environment": read_environment().to_json(), "threads": threads,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(), "rates": asdict(rates), "rows": rows,
     }  # fmt: skip
-    given.save.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    save(given.save, found)
 
 
 def main() -> None:
     from trimtab.benchmark.bench import BenchRequest, bench
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--save", type=Path, required=True)
+    parser = parser_of(__doc__, work=True, must_save=True)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -281,8 +227,8 @@ def main() -> None:
         save_first_tokens(given)
         return
     found: dict[str, Any] = {"note": given.note, "reports": {}}
-    if given.only and given.save.exists():  # the other cases stay as they were measured
-        found = json.loads(given.save.read_text(encoding="utf-8"))
+    if given.only:  # the other cases stay as they were measured
+        found |= saved(given.save)
     for name, load in cases(given.work).items():
         asked = BenchRequest(
             load=load, adapter="adapter", runs=given.runs, new_tokens=given.new_tokens,
@@ -293,8 +239,7 @@ def main() -> None:
         report = bench(asked, say=lambda text: print(text, flush=True))
         print(f"\n{name}\n{report}\n", flush=True)
         found["reports"][name] = report.to_json()
-        given.save.parent.mkdir(parents=True, exist_ok=True)
-        given.save.write_text(json.dumps(found, indent=1) + "\n")
+        save(given.save, found)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ import gc
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from bench.memory import LEAN, environment, prepare
+from bench import environment, generated, parser_of, save, timed_s
+from bench.memory import LEAN, prepare
 
 CONTEXT = 2048
 PROMPT_TOKENS = 512
@@ -50,26 +50,6 @@ def cases_of(size: str) -> list[dict[str, Any]]:
 # What every case measures with --------------------------------------------------------------------------------------------
 
 
-def bandwidth_gbps() -> float:
-    """Return what the device's memory gives: bytes read and written by a large copy, in GB/s."""
-    import torch
-
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    best = min(timed(lambda: target.copy_(source)) for _ in range(5))
-    return 2 * source.numel() / best / 1e9
-
-
-def timed(call: Any) -> float:
-    import torch
-
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def token_bytes(model: Any) -> int:
     """Return the bytes that one token has to read: the decoder's and the head's weights as they are packed."""
     from trimtab.engine.families.families import describe
@@ -91,11 +71,12 @@ class Bench:
 
     def __init__(self, model: Any, label: dict[str, Any], names: dict[str, int]) -> None:
         from bench.checkpoints import text_inputs
+        from bench.kernels import copy_bandwidth
 
         self.model, self.label, self.ranks, self.rows = model, label, names, []
         self.kernels_us: dict[str, list[float]] = {}  # ours and what it replaces, one row
         self.config = model.hf_model.config
-        self.bandwidth = bandwidth_gbps()
+        self.bandwidth = copy_bandwidth(model.device) / 1e9
         self.bytes = token_bytes(model)
         self.prompt = text_inputs(self.config, PROMPT_TOKENS, device="cuda")["input_ids"][0].tolist()
 
@@ -142,8 +123,8 @@ class Bench:
                 batch.step()
             captured = {"captures": batch.steps.captures, "capture_s": round(batch.steps.capture_s, 3)}
             steps = 8 if decode == "eager" else STEPS
-            times = [timed(batch.step) for _ in range(steps)]
-            whole = timed(lambda: [batch.step() for _ in range(steps)])
+            times = [timed_s(batch.step) for _ in range(steps)]
+            whole = timed_s(lambda: [batch.step() for _ in range(steps)])
             ms = whole / steps * 1000
             limit = self.bandwidth * 1e9 / self.bytes * len(adapters)
             self.kernels_us |= {name: [round(us, 2) for us in pair] for name, pair in batch.steps.kernels.measured_us.items()}
@@ -278,7 +259,7 @@ def first_token(bench: Bench) -> dict[str, Any]:
         bench.batch("eager", 1, ["r8"])
 
     once()
-    taken = sorted(timed(once) for _ in range(5))
+    taken = sorted(timed_s(once) for _ in range(5))
     return {
         **bench.label, "what": "ttft", "adapter_rank": 8, "batch": 1, "context": PROMPT_TOKENS,
         "ttft_ms": round(taken[2] * 1000, 1),
@@ -295,13 +276,13 @@ def swap(bench: Bench) -> dict[str, Any]:
         batch = bench.batch("auto", 2, ["r8", "e1"])
         for _ in range(3):
             batch.step()
-        step_ms = sorted(timed(batch.step) for _ in range(20))[10] * 1000
+        step_ms = sorted(timed_s(batch.step) for _ in range(20))[10] * 1000
         taken, after = [], []
         for _ in range(30):
             bench.model.unload_adapter("e7")
-            taken.append(timed(lambda: bench.model.load_adapter("e7", held)) * 1000)
+            taken.append(timed_s(lambda: bench.model.load_adapter("e7", held)) * 1000)
             batch.active[1].adapter = "e7"
-            after.append(timed(batch.step) * 1000)
+            after.append(timed_s(batch.step) * 1000)
             batch.active[1].adapter = "e1"
             batch.step()
         taken.sort()
@@ -345,13 +326,9 @@ def run_stock(case: dict[str, Any], work: Path) -> list[dict[str, Any]]:
 def stock_steps(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    def answer(count: int) -> None:
-        with torch.no_grad():
-            model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
-
-    answer(2)
-    first = sorted(timed(lambda: answer(1)) for _ in range(3))[1]
-    whole = timed(lambda: answer(17))
+    generated(model, inputs, 2)
+    first = sorted(timed_s(lambda: generated(model, inputs, 1)) for _ in range(3))[1]
+    whole = timed_s(lambda: generated(model, inputs, 17))
     ms = (whole - first) / 16 * 1000
     return {
         "tok_s": round(inputs["input_ids"].shape[0] / ms * 1000, 1), "ms": round(ms, 2), "ttft_ms": round(first * 1000, 1),
@@ -363,9 +340,7 @@ def stock_steps(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--save", type=Path)
+    parser = parser_of(__doc__, work=True)
     parser.add_argument("--models", default="e4b,e2b")
     parser.add_argument("--cases", default="")
     parser.add_argument("--timeout-s", type=float, default=120)
@@ -384,8 +359,7 @@ def main() -> None:
         for case in cases_of(size):
             if not given.cases or f"{case['engine']}:{case['name']}" in given.cases.split(","):
                 rows += run_case({**case, "model": size}, given)
-                if given.save:
-                    save(given.save, rows)
+                save(given.save, {"environment": environment(), "context": CONTEXT, "rows": rows})
 
 
 def run_case(case: dict[str, Any], given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -406,11 +380,6 @@ def run_case(case: dict[str, Any], given: argparse.Namespace) -> list[dict[str, 
     for row in rows:
         print(json.dumps(row), flush=True)
     return rows
-
-
-def save(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": environment(), "context": CONTEXT, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,17 +19,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import DEVICE, empty_cache
+from bench import DEVICE, empty_cache, environment, parser_of, row_of, save, saved, table
 from bench.cards import link_row
 from bench.families import CONTEXT, LONG, SHORT, prompts, stock_rates
-from bench.memory import environment
+from bench.memory import bound_tensors
 
 CASES = "26b-a4b:nf4-dq,26b-a4b:nf4-dq:8,26b-a4b:nf4-dq:8:0.5,qwen3-30b-a3b:nf4-dq,qwen3-30b-a3b:nf4-dq:8,26b-a4b:stock"
 RANK = 8
@@ -104,8 +102,7 @@ def run(
     asked: dict[str, Any] = {"gpu_memory": f"{card_gib}GiB"} if card_gib else {}
     plan = trimtab.plan(folder, adapters=named, context=CONTEXT, device=DEVICE, batch=rows, experts=experts, **asked)
     if card_gib and DEVICE == "cuda":
-        allowed = card_gib * 2**30 - plan.gpu["cuda_context"]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / torch.cuda.get_device_properties(0).total_memory))
+        bound_tensors(plan, card_gib * 2**30)
     found: dict[str, Any] = {
         "step": plan.execution.step.mode, "prompt": plan.execution.prompt.mode, "head": plan.execution.head,
         "predicted_tok_s" if rows == 1 else "predicted_row_tok_s": round(plan.execution.tokens_per_s, 1),
@@ -228,9 +225,7 @@ def _peak_gib() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--save", type=Path)
+    parser = parser_of(__doc__, work=True)
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--timeout-s", type=float, default=300)
     parser.add_argument("--total-s", type=float, default=36000, help="no case begins when 40 s of this are left")
@@ -244,11 +239,10 @@ def main() -> None:
         else:
             card_gib, skew, copies = [float(one) for one in card] + [0.0, 1.0, 1.0][len(card) :]
             made = run(size, experts, card_gib or None, skew, int(copies), given.work, given.layers)
-        print("ROW " + json.dumps({"case": given.one, "layers": given.layers} | made), flush=True)
+        print("ROW " + json.dumps(made), flush=True)
         return
     end = time.monotonic() + given.total_s
-    rows: list[dict[str, Any]] = json.loads(given.save.read_text())["rows"] if given.save and given.save.exists() else []
-    rows = [row for row in rows if "error" not in row]
+    rows: list[dict[str, Any]] = [row for row in saved(given.save).get("rows", []) if "error" not in row]
     left_out = []
     for case in given.cases.split(","):
         left_s = end - time.monotonic()
@@ -257,23 +251,14 @@ def main() -> None:
         if left_s < 40:
             left_out.append(case)
             continue
-        command = [sys.executable, "-m", "bench.experts", "--work", str(given.work), "--one", case]
+        command = ["bench.experts", "--work", str(given.work), "--one", case]
         command += [] if given.layers is None else ["--layers", str(given.layers)]
-        try:
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=min(given.timeout_s, left_s - 5))
-            lines = [line for line in ran.stdout.splitlines() if line.startswith("ROW ")]
-            rows.append(
-                json.loads(lines[-1][4:]) if lines else {"case": case, "layers": given.layers, "error": ran.stderr.strip()[-1500:]}
-            )
-        except subprocess.TimeoutExpired:
-            rows.append({"case": case, "layers": given.layers, "error": "no time left"})
+        row = row_of(command, timeout_s=given.timeout_s, left_s=left_s - 5) or {"error": "no time left"}
+        rows.append({"case": case, "layers": given.layers} | row)
         print(json.dumps(rows[-1])[:1800], flush=True)
-        if given.save:
-            given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
-    columns = ("tok_s", "experts_tok_s", "rows8_tok_s", "first_ms", "hits", "process_gib")
-    for row in rows:
-        numbers = (f"{row.get(name, ''):>8}" for name in columns)
-        print(f"{row['case']:26} {' '.join(numbers)}  {row.get('error', row.get('step', ''))[-60:]}")
+        save(given.save, {"environment": environment(), "rows": rows})
+    names = ("case", "tok_s", "experts_tok_s", "rows8_tok_s", "first_ms", "hits", "process_gib", "step", "error")
+    print(table(rows, names))
     if left_out or any("error" in row for row in rows):
         raise SystemExit(f"not measured: {', '.join([*left_out, *(row['case'] for row in rows if 'error' in row)])}")
 

@@ -13,19 +13,17 @@ llama.cpp: of Qwen3 in Q4_K_M without an adapter, by the program that PEER names
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from bench import DEVICE, empty_cache, synchronize
+from bench import DEVICE, empty_cache, environment, generated, parser_of, row_of, save, saved, synchronize, table
 from bench.cards import link_row
-from bench.memory import environment
+from bench.memory import bound_tensors
 
 MODELS = ("qwen3-8b", "llama-3-8b", "gemma3-4b", "qwen3-vl-4b", "qwen3.5-9b", "e4b")
 PROMPT, SHORT, LONG, CONTEXT = (512, 33, 289, 2048) if DEVICE == "cuda" else (48, 3, 8, 128)
@@ -69,10 +67,7 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
     planned = time.perf_counter()
     found: dict[str, Any] = {"plan_s": round(planned - start, 1)}
     if asked and DEVICE == "cuda":
-        import torch
-
-        allowed = case["card_gib"] * 2**30 - plan.gpu["cuda_context"]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / torch.cuda.get_device_properties(0).total_memory))
+        bound_tensors(plan, case["card_gib"] * 2**30)
     asks = prompts(1)
     with trimtab.load(plan) as model:
         found["load_s"] = round(time.perf_counter() - planned, 1)
@@ -128,14 +123,13 @@ def stock_rates(model: Any) -> dict[str, Any]:
     def once(tokens: int) -> float:
         ids = torch.tensor([next(asks)], device=DEVICE)
         begin = time.perf_counter()
-        model.generate(input_ids=ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        generated(model, {"input_ids": ids}, tokens)
         synchronize()
         return time.perf_counter() - begin
 
-    with torch.inference_mode():
-        once(4)
-        first = statistics.median(once(1) for _ in range(3))
-        return {"first_ms": round(first * 1000, 1), "tok_s": round(16 / (once(20) - once(4)), 1)}
+    once(4)
+    first = statistics.median(once(1) for _ in range(3))
+    return {"first_ms": round(first * 1000, 1), "tok_s": round(16 / (once(20) - once(4)), 1)}
 
 
 def run_llama(case: dict[str, Any], work: Path) -> dict[str, Any]:
@@ -160,9 +154,7 @@ RUNS = {"trimtab": run_trimtab, "stock": run_stock, "llama.cpp": run_llama}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--save", type=Path)
+    parser = parser_of(__doc__, work=True)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--engines", default="trimtab,stock")
     parser.add_argument("--card-gib", type=float)
@@ -176,7 +168,7 @@ def main() -> None:
         print("ROW " + json.dumps(RUNS[case["engine"]](case, given.work)))
         return
     end = time.monotonic() + given.total_s
-    before = json.loads(given.save.read_text()) if given.save and given.save.exists() else {}
+    before = saved(given.save)
     rows = before.get("rows", [])
     done = {key(row) for row in rows if not (given.again and "error" in row)}
     left_out: list[str] = []
@@ -191,22 +183,16 @@ def main() -> None:
             if left_s < 40:
                 left_out.append(f"{size}:{engine}")
                 continue
-            command = [sys.executable, "-m", "bench.families", "--work", str(given.work), "--case", json.dumps(case)]
-            try:
-                ran = subprocess.run(command, capture_output=True, text=True, timeout=min(given.timeout_s, left_s - 5))
-                lines = [line for line in ran.stdout.splitlines() if line.startswith("ROW ")]
-                why = {"error": ran.stderr.strip()[-1500:] or f"exit {ran.returncode}"}
-                row = case | (json.loads(lines[-1][4:]) if lines else why)
-            except subprocess.TimeoutExpired:
-                if left_s - 5 < given.timeout_s:
-                    left_out.append(f"{size}:{engine}")
-                    continue
-                row = case | {"error": f"longer than {given.timeout_s:g} s"}
+            command = ["bench.families", "--work", str(given.work), "--case", json.dumps(case)]
+            found = row_of(command, timeout_s=given.timeout_s, left_s=left_s - 5)
+            if found is None:
+                left_out.append(f"{size}:{engine}")
+                continue
+            row = case | found
             rows = [one for one in rows if key(one) != key(row)] + [row]
             print(json.dumps(row)[:1800], flush=True)
-            if given.save:
-                given.save.write_text(json.dumps({**before, "environment": environment(), "rows": rows}, indent=1) + "\n")
-    print(table(rows))
+            save(given.save, {**before, "environment": environment(), "rows": rows})
+    print(table(rows, ("model", "engine", "card_gib", "tok_s", "rows8_tok_s", "first_ms", "step", "error")))
     if left_out:
         raise SystemExit(f"no time left for {', '.join(left_out)}")
     if failed := [f"{row['model']}:{row['engine']}" for row in rows if "error" in row and key(row) not in done]:
@@ -215,16 +201,6 @@ def main() -> None:
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["model"], row["engine"], row.get("card_gib")
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'model':12} {'engine':10} {'card':>5} {'tok/s':>7} {'8 rows':>8} {'first ms':>8} step"]
-    for row in rows:
-        card = row.get("card_gib") or "all"
-        numbers = " ".join(f"{row.get(name, ''):>{width}}" for name, width in (("tok_s", 7), ("rows8_tok_s", 8), ("first_ms", 8)))
-        last = row["error"].strip().splitlines()[-1][:80] if "error" in row else row.get("step", "")
-        lines.append(f"{row['model']:12} {row['engine']:10} {card:>5} {numbers} {last}")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

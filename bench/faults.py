@@ -31,12 +31,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import trimtab
-from bench import client
+from bench import client, environment, parser_of, save, saved
 from bench.client import Asked
 from bench.served import DEMO, Served, rss_bytes
 from trimtab.demo.demo import ADAPTERS, FOLDER, read_asks
@@ -57,14 +56,8 @@ LONG = {
 
 def questions() -> list[dict[str, Any]]:
     """Return the demo's questions, text, picture and sound, to the base and every adapter, as request bodies."""
-    return [
-        client.chat_body(ask.prompt, model=ask.adapter or "demo", image=_path(ask.media, "image"), audio=_path(ask.media, "audio"))
-        for ask in read_asks(list(ADAPTERS))
-    ]
-
-
-def _path(media: Mapping[str, Any], kind: str) -> Path | None:
-    return Path(media[kind]) if kind in media else None
+    asks = [(ask, {kind: Path(path).read_bytes() for kind, path in ask.media.items()}) for ask in read_asks(list(ADAPTERS))]
+    return [client.chat_body(ask.prompt, model=ask.adapter or "demo", **media) for ask, media in asks]
 
 
 # Of a slow reader's request, on a server of eight rows: more megabytes than the system keeps for a connection.
@@ -171,6 +164,15 @@ def serving(server: Served | None, *arguments: str) -> Iterator[Served]:
 # The worker dies ------------------------------------------------------------------------------------------------------
 
 
+def kill(server: Served) -> float:
+    """End the worker with SIGKILL; returns the seconds until the server is ready again. Errors: RuntimeError after 300 s."""
+    before, start = server.worker_pid(), time.monotonic()
+    server.kill_worker()
+    if until(lambda: server.worker_pid() not in (None, before) and server.is_ready(), 300.0) is None:
+        raise RuntimeError(f"not back after 300 s:\n{server.log[-2000:]}")
+    return time.monotonic() - start
+
+
 def killed(
     kills: int = 100, clients: int = 32, *, retry: bool = False, seed: int = 0, limit_s: float = float("inf"),
     server: Served | None = None,
@@ -187,13 +189,7 @@ def killed(
                 # After none to as many more answers as there are clients: also while it prepares and reads the first of them.
                 wanted = tally.ended["complete"] + chance.randrange(clients + 1)
                 until(lambda: tally.ended["complete"] >= wanted, 60.0)  # noqa: B023
-                before = server.worker_pid()
-                start = time.monotonic()
-                server.kill_worker()
-                is_back = until(lambda: server.worker_pid() not in (None, before) and server.is_ready(), 300.0)  # noqa: B023
-                if is_back is None:
-                    raise RuntimeError(f"not back after 300 s:\n{server.log[-2000:]}")
-                back_s.append(time.monotonic() - start)
+                back_s.append(kill(server))
         found = {**tally.shown(), "restarts": server.status()["restarts"] - earlier, "left": rest(server)}
     return {
         "kills": len(back_s), "clients": clients, "retry": retry, **found, "back_s": client.percentiles(back_s, digits=2),
@@ -224,7 +220,7 @@ def out_of_memory(seconds: float = 10.0, clients: int = 8) -> dict[str, Any]:
                 body, counts = (chance.choice(failing), refused) if number % 2 else (chance.choice(others), tally)
                 counts.add(body, client.ask(server.address, body, timeout_s=HANG_S))
 
-        _at_once([lambda number=number: run(number) for number in range(clients)])
+        at_once([lambda number=number: run(number) for number in range(clients)])
         return {
             "clients": clients, "that_ran_out": refused.shown(), "others": tally.shown(),
             "same_worker": server.worker_pid() == pid, "left": rest(server),
@@ -234,12 +230,9 @@ def out_of_memory(seconds: float = 10.0, clients: int = 8) -> dict[str, Any]:
 def host_memory(tries: int = 5) -> dict[str, Any]:
     """Pictures that decode to more than the worker may have, by a limit that the system keeps, beside long answers."""
     side = 5600
-    picture = _plain_picture(side, side)
+    body = client.chat_body("What do you see?", model="demo", image=plain_png(side, side, bits=24))
     tally, others = Tally(), Tally()
-    with Served() as server, tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "large.png"
-        path.write_bytes(picture)
-        body = client.chat_body("What do you see?", model="demo", image=path)
+    with Served() as server:
         pid = server.worker_pid()
         assert pid is not None
         before = client.ask(server.address, body).ended
@@ -253,7 +246,7 @@ def host_memory(tries: int = 5) -> dict[str, Any]:
         def answer() -> None:
             others.add({}, client.ask(server.address, long_body(), timeout_s=HANG_S))
 
-        _at_once([ask, answer, answer])
+        at_once([ask, answer, answer])
         resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         after = client.ask(server.address, body).ended
         return {
@@ -262,15 +255,19 @@ def host_memory(tries: int = 5) -> dict[str, Any]:
         }  # fmt: skip
 
 
-def _plain_picture(width: int, height: int) -> bytes:
+def plain_png(width: int, height: int, *, bits: int) -> bytes:
+    """Return a PNG of one colour, far smaller than what it decodes to. bits: of a pixel, 24 (RGB) or 1 (black and white)."""
+
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes((1 + 3 * width) * height), 1)) + chunk(b"IEND", b"")
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, *((8, 2) if bits == 24 else (1, 0)), 0, 0, 0))
+    rows = zlib.compress(bytes(1 + (width * bits + 7) // 8) * height, 9)
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
-def _at_once(works: Sequence[Callable[[], None]]) -> None:
+def at_once(works: Sequence[Callable[[], None]]) -> None:
+    """Do works in threads of their own, and wait for all of them."""
     threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:
         thread.start()
@@ -295,7 +292,7 @@ def bad_adapters(clients: int = 4, *, server: Served | None = None, root: Path |
                 for name in HARMS:
                     refused[name] = _load(server, name)
                 loaded = _load(server, "sound")
-                body = client.chat_body("What is shown?", model="sound", image=FOLDER / "images" / "image_1.png")
+                body = client.chat_body("What is shown?", model="sound", image=(FOLDER / "images" / "image_1.png").read_bytes())
                 answered = client.ask(server.address, body)
             return {
                 "refused": refused, "sound": loaded, "its_answer": answered.text, "others": tally.shown(),
@@ -374,7 +371,7 @@ def leaving(requests: int = 200, clients: int = 16, *, seed: int = 0, server: Se
                 with lock:
                     counts[f"{how}: {ended}"] += 1
 
-        _at_once([run] * clients)
+        at_once([run] * clients)
         after = rest(server)
         # How long after a client left its request is no longer counted.
         freed_s = []
@@ -574,7 +571,8 @@ def _names(tally: Mapping[str, Any]) -> str:
     return ", ".join(f"`{name}`" for name in tally["errors"])
 
 
-SCENES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+Scene = Callable[[argparse.Namespace], dict[str, Any]]
+SCENES: dict[str, Scene] = {
     "killed": lambda given: killed(given.kills, given.clients, limit_s=given.limit_s),
     "killed_retry": lambda given: killed(max(1, given.kills // 10), given.clients, retry=True, seed=1, limit_s=given.limit_s / 5),
     "out_of_memory": lambda given: out_of_memory(20.0, given.clients),
@@ -588,47 +586,38 @@ SCENES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 }
 
 
-def environment() -> dict[str, Any]:
-    names = ("torch", "transformers", "starlette", "uvicorn", "sse-starlette")
-    return {
-        "python": platform.python_version(), "system": platform.system(), "cpu_count": os.cpu_count(), "device": "cpu",
-        "load_before": round(os.getloadavg()[0], 2), "trimtab": trimtab.__version__, **{name: _version(name) for name in names},
-    }  # fmt: skip
+def about() -> dict[str, Any]:
+    load = round(os.getloadavg()[0], 2)
+    return environment("cpu", device="cpu", system=platform.system(), load_before=load, trimtab=trimtab.__version__)
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except Exception:
-        return "?"
+def run_scenes(scenes: Mapping[str, Scene], given: argparse.Namespace, *, note: str | None = None, **more: Any) -> None:
+    """Run the scenes that are asked for and save each as it ends; the others of the file stay. more: what the file says too."""
+    done: dict[str, Any] = saved(given.save).get("scenes", {})
+    for name in given.only:
+        start, where = time.monotonic(), about()
+        try:
+            found = scenes[name](given)
+        except Exception as exc:
+            found = {"failed": f"{type(exc).__name__}: {exc}"[:2000]}
+        done[name] = {**found, "wall_s": round(time.monotonic() - start, 1), "environment": where}
+        done[name] |= {} if note is None else {"note": note}
+        print(json.dumps({name: done[name]}), flush=True)
+        save(given.save, {"model": "demo", **more, "scenes": done})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no more kills after so long")
     parser.add_argument("--only", nargs="*", choices=list(SCENES), default=list(SCENES))
-    parser.add_argument("--save", type=Path)
     parser.add_argument("--docs", type=Path, help="put what --save and soak.json beside it hold between this page's marks")
     given = parser.parse_args()
     if given.docs:
-        soak = json.loads((given.save.parent / "soak.json").read_text())
-        write_docs(given.docs, json.loads(given.save.read_text())["scenes"], soak)
+        write_docs(given.docs, saved(given.save)["scenes"], saved(given.save.parent / "soak.json"))
         return
-    scenes: dict[str, Any] = {}
-    if given.save and given.save.exists():
-        scenes = json.loads(given.save.read_text())["scenes"]
-    for name in given.only:
-        start, about = time.monotonic(), environment()
-        try:
-            found = SCENES[name](given)
-        except Exception as exc:
-            found = {"failed": f"{type(exc).__name__}: {exc}"[:2000]}
-        scenes[name] = {**found, "wall_s": round(time.monotonic() - start, 1), "environment": about}
-        print(json.dumps({name: scenes[name]}), flush=True)
-        if given.save:
-            given.save.write_text(json.dumps({"model": "demo", "scenes": scenes}, indent=1) + "\n")
+    run_scenes(SCENES, given)
 
 
 if __name__ == "__main__":

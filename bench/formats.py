@@ -23,14 +23,12 @@ import json
 import re
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import DEVICE, empty_cache, synchronize
+from bench import DEVICE, empty_cache, environment, parser_of, row_of, save, saved, synchronize, table
 
 PROMPT_TOKENS, ANSWER_TOKENS, REPEATS, CONTEXT = 512, 256, 5, 1024
 REPEATS_LOAD = 3
@@ -291,7 +289,12 @@ def _tuned(model: Any) -> str:
 def _import_all(form: str) -> None:
     """Import what either side imports as it loads, so that the seconds of neither have it."""
     names = ["trimtab.api", "trimtab.engine.model", "trimtab.engine.loader.load", "bitsandbytes", "accelerate"]
-    names += ["trimtab.machine.machine_cache", "transformers.integrations.bitsandbytes", "transformers.integrations.gguf"]
+    names += [
+        "trimtab.machine.machine_cache",
+        "platformdirs",
+        "transformers.integrations.bitsandbytes",
+        "transformers.integrations.gguf",
+    ]
     for name in [*names, "transformers.modeling_gguf_pytorch_utils", "gguf" if form == "q4_k_m" else "compressed_tensors"]:
         if importlib.util.find_spec(name):  # the row of a side that lacks its package says so
             importlib.import_module(name)
@@ -347,7 +350,7 @@ def loads(name: str, given: argparse.Namespace, end: float) -> dict[str, Any] | 
         "layers": given.layers,
         "gb": round(sum(f.stat().st_size for f in files) / 1e9, 2),
     }
-    command = [sys.executable, "-m", "bench.formats", "--work", str(given.work), "--one", name]
+    command = ["bench.formats", "--work", str(given.work), "--one", name]
     command += [] if given.layers is None else ["--layers", str(given.layers)]
     found: dict[str, list[dict[str, Any]]] = {"trimtab": [], "stock": []}
     over: dict[str, float] = {}  # side -> the seconds that one load did not end within; no further one is made
@@ -355,19 +358,16 @@ def loads(name: str, given: argparse.Namespace, end: float) -> dict[str, Any] | 
         for side in ("trimtab", "stock") * (1 + REPEATS_LOAD):
             if side in over:
                 continue
-            timeout_s = min(given.timeout_s, end - time.monotonic())
-            try:
-                done = subprocess.run([*command, "--side", side], capture_output=True, text=True, timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                if timeout_s != given.timeout_s:
-                    return None
-                over[side] = timeout_s
-                continue
-            lines = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
-            if not lines:
-                row["error"] = f"{side}: {(done.stderr.strip().splitlines() or ['?'])[-1][:300]}"
+            made = row_of([*command, "--side", side], timeout_s=given.timeout_s, left_s=end - time.monotonic())
+            if made is None:
+                return None
+            if "over_s" in made:
+                over[side] = made["over_s"]
+            elif "error" in made:
+                row["error"] = f"{side}: {made['error']}"
                 break
-            found[side].append(json.loads(lines[-1][4:]))
+            else:
+                found[side].append(made)
     finally:
         if not given.keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -389,9 +389,7 @@ def loads(name: str, given: argparse.Namespace, end: float) -> dict[str, Any] | 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--save", type=Path)
+    parser = parser_of(__doc__, work=True)
     parser.add_argument("--models", default=",".join(CASES))
     parser.add_argument("--cases", default="", help="MODEL:FORM,...; all of the models by default")
     parser.add_argument("--layers", type=int)
@@ -413,19 +411,10 @@ def main() -> None:
             return
         print("ROW " + json.dumps(run(size, form, given.work, given.layers, tunes=given.tune)), flush=True)
         return
-    from bench.memory import environment
-
     end = time.monotonic() + given.total_s
-    whole: dict[str, Any] = json.loads(given.save.read_text(encoding="utf-8")) if given.save and given.save.exists() else {}
-
+    whole = saved(given.save)
     # Loads are of another call than rates, maybe of another machine: each has its environment.
     part = whole.setdefault("loads", {}) if given.loads else whole
-
-    def save(rows: list[dict[str, Any]]) -> None:
-        if given.save:
-            given.save.parent.mkdir(parents=True, exist_ok=True)
-            part.update({"environment": environment(), "rows": rows})
-            given.save.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
     rows = [row for row in part.get("rows", []) if not (given.again and "error" in row)]
     every = LOADS if given.loads else [f"{size}:{form}" for size in given.models.split(",") for form in CASES[size]]
@@ -440,9 +429,10 @@ def main() -> None:
             left_out.append(name)
             continue
         rows.append(row)
-        save(rows)
+        part.update({"environment": environment(), "rows": rows})
+        save(given.save, whole)
     if not given.loads:
-        print(table(rows))
+        print(table(against_nf4(rows), ("model", "form", "mode", "tok_s", "of_nf4", "first_ms", "weights_gib", "error")))
     if left_out:
         raise SystemExit(f"no time left for {', '.join(left_out)}")
     if failed := [name for name in wanted if any("error" in row and f"{row['model']}:{row['form']}" == name for row in rows)]:
@@ -451,42 +441,26 @@ def main() -> None:
 
 def _case(name: str, given: argparse.Namespace, left_s: float) -> dict[str, Any] | None:
     """Return the row of a case, None where the time that is left cut it."""
-    timeout_s = min(given.timeout_s, left_s)
-    command = [sys.executable, "-m", "bench.formats", "--work", str(given.work), "--one", name]
+    command = ["bench.formats", "--work", str(given.work), "--one", name]
     command += ["--tune"] if given.tune else []
     command += [] if given.layers is None else ["--layers", str(given.layers)]
     size, form = name.split(":")
-    failed = {"model": size, "form": form, "layers": given.layers}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return failed | {"error": f"longer than {timeout_s:.0f} s"} if timeout_s == given.timeout_s else None
+        row = row_of(command, timeout_s=given.timeout_s, left_s=left_s)
     finally:
         if not given.keep:
             shutil.rmtree(folder_of(size, form, given.work, given.layers), ignore_errors=True)
-    found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
-    if not found:
-        print(done.stderr[-3000:], flush=True)
-        return failed | {"error": (done.stderr.strip().splitlines() or ["?"])[-1][:300]}
-    row: dict[str, Any] = json.loads(found[-1][4:])
+    if row is None:
+        return None
     print(json.dumps(row), flush=True)
-    return row
+    return {"model": size, "form": form, "layers": given.layers} | row
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as a table, with the rate against NF4 of the same model."""
+def against_nf4(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with their rates over those of NF4 of the same model."""
     base = {(row["model"], row["layers"]): row["tok_s"] for row in rows if row["form"] == "nf4-dq" and "tok_s" in row}
-    lines = [f"{'model':10} {'form':8} {'step':6} {'tok/s':>7} {'x NF4':>6} {'first ms':>8} {'GiB':>6}"]
-    for row in rows:
-        if "tok_s" not in row:
-            lines.append(f"{row['model']:10} {row['form']:8} {row['error']}")
-            continue
-        against = row["tok_s"] / base.get((row["model"], row["layers"]), float("nan"))
-        lines.append(
-            f"{row['model']:10} {row['form']:8} {row['mode']:6} {row['tok_s']:7.1f} {against:6.2f} {row['first_ms']:8.1f} "
-            f"{row['weights_gib']:6.2f}"
-        )
-    return "\n".join(lines)
+    of = ((row, base.get((row["model"], row["layers"]))) for row in rows)
+    return [row | ({"of_nf4": round(row["tok_s"] / nf4, 2)} if nf4 and "tok_s" in row else {}) for row, nf4 in of]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Linux: it reads /proc, and the attacker has the address 127.0.0.2.
 
 from __future__ import annotations
 
-import http.client
 import json
 import threading
 import time
@@ -22,9 +21,9 @@ from typing import Any
 
 from bench import client
 from bench.served import DEMO, Served, _children, _command_of, rss_bytes
+from trimtab.serve.grammar.prover import MODULE
 
 ATTACKER = "127.0.0.2"
-CHAT = "/v1/chat/completions"
 SCHEMA = {
     "type": "object", "properties": {"shape": {"enum": ["star", "square"]}, "count": {"type": "integer"}},
     "required": ["shape", "count"], "additionalProperties": False,
@@ -70,23 +69,14 @@ SLOW = _slow()
 
 def post(address: str, body: dict[str, Any], timeout_s: float = 60.0) -> str:
     """Send a request from the attacker's address and return its status, or what broke; "left" where nothing came in time."""
-    host, port = address.split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=timeout_s, source_address=(ATTACKER, 0))
-    try:
-        connection.request("POST", CHAT, json.dumps(body), {"content-type": "application/json"})
-        return str(connection.getresponse().status)
-    except TimeoutError:
-        return "left"
-    except (OSError, http.client.HTTPException) as exc:
-        return type(exc).__name__
-    finally:
-        connection.close()
+    asked = client.ask(address, body, timeout_s=timeout_s, source=ATTACKER)
+    return str(asked.status) if asked.status else "left" if asked.ended == "hang" else asked.error
 
 
 def compilers(server: Served) -> list[int]:
     """The processes that compile grammars."""
     worker = server.worker_pid()
-    return [] if worker is None else [pid for pid in _children(worker) if "grammar_process" in _command_of(pid)]
+    return [] if worker is None else [pid for pid in _children(worker) if MODULE in _command_of(pid)]
 
 
 class Turn:

@@ -8,8 +8,6 @@ layers than in bench.cpu, whose prompt ends behind the first chunk of 1,024 toke
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,7 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from bench.cpu import DEMO, LLAMA
+from bench import parser_of, save
+from bench.checkpoints import LLAMA
+from trimtab.demo.demo import FOLDER as DEMO
 
 # name: (heads of keys, group, tokens, places, width).
 LAYERS = {
@@ -95,8 +95,7 @@ def main() -> None:
 
     from trimtab.machine.environment import read_environment
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", type=Path, required=True)
+    parser = parser_of(__doc__, must_save=True)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--layers", type=int, default=4)
     given = parser.parse_args()
@@ -117,7 +116,7 @@ def main() -> None:
     for part in ("layers", "first_tokens"):
         for name, row in found[part].items():
             print(name, row["cpu_ms"], row["ratio"], row["same_bits"], flush=True)
-    given.save.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    save(given.save, found)
 
 
 if __name__ == "__main__":

@@ -8,40 +8,23 @@ random bytes: 8 bits by our kernel and by torch, and the whole head in bfloat16 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import platform
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import trimtab
+from bench import environment, parser_of, save, saved
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.verification.routes.prompts import demo_prompts
 
-DEMO = Path(trimtab.__file__).resolve().parent / "demo"
 ADAPTERS = (None, "style", "specialist", "rslora-dora")
 # Model -> (vocabulary, width).
 SIZES = {"e2b": (262144, 1536), "e4b": (262144, 2560), "12b": (262144, 3840), "26b-a4b": (262144, 2816)}
 
 
-def environment() -> dict[str, Any]:
-    names = ("transformers", "bitsandbytes", "peft")
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-    return {
-        "gpu": gpu, "cpu_count": os.cpu_count(), "system": platform.system(), "python": platform.python_version(),
-        "torch": torch.__version__, **{name: version(name) for name in names},
-    }  # fmt: skip
-
-
-def prompts() -> list[dict[str, str]]:
-    found = []
-    for line in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        media = {kind: str(DEMO / row[kind]) for kind in ("image", "audio") if kind in row}
-        found.append({"id": row["id"], "text": row["prompt"], **media})
-    return found
+def prompts() -> list[dict[str, Any]]:
+    return [prompt.to_json() for prompt in demo_prompts(6)]
 
 
 def parity(quant: str, adapter: str | None) -> dict[str, Any]:
@@ -92,20 +75,15 @@ def products(device: torch.device) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--save", metavar="FILE")
-    given = parser.parse_args()
+    given = parser_of(__doc__).parse_args()
     has_gpu = torch.cuda.is_available()
-    run: dict[str, Any] = {"environment": environment()}
+    run: dict[str, Any] = {"environment": environment(system=platform.system())}
     if has_gpu:
         run["products"] = products(torch.device("cuda:0"))
     else:
         run["demo"] = [parity(quant, adapter) for quant in ("nf4-dq", "none") for adapter in ADAPTERS]
-    if given.save:
-        path = Path(given.save)
-        runs = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
-        runs = [old for old in runs if ("products" in old) != has_gpu]
-        path.write_text(json.dumps({"runs": [*runs, run]}, indent=1) + "\n", encoding="utf-8")
+    runs = [old for old in saved(given.save).get("runs", []) if ("products" in old) != has_gpu]
+    save(given.save, {"runs": [*runs, run]})
 
 
 if __name__ == "__main__":

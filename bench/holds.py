@@ -9,25 +9,17 @@ the noise of the machine, whose load is recorded: a busy machine makes every fig
 
 from __future__ import annotations
 
-import argparse
-import base64
-import io
-import json
 import os
 import random
 import statistics
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import soundfile
-from PIL import Image
-
+from bench import parser_of, save, saved
 from bench.client import ask, chat_body
+from bench.load_bodies import SOUND_HZ, png, wav
 from bench.served import Served
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.process.packages import stack_versions
@@ -41,16 +33,13 @@ WORDS = ("red", "square", "left", "of", "a", "small", "circle", "and", "two", "g
 
 
 def post(address: str, path: str, body: dict[str, Any]) -> None:
-    """Send JSON and read the whole answer. Errors: urllib.error.HTTPError."""
-    data = json.dumps(body).encode()
-    request = urllib.request.Request(f"http://{address}{path}", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-        answer.read()
+    """Send JSON and read the whole answer. Errors: AssertionError for one that is not complete."""
+    asked = ask(address, body, path=path, timeout_s=WAIT_S)
+    assert asked.ended == "complete", asked
 
 
-def chat(address: str, parts: Any, **more: Any) -> None:
-    messages = [{"role": "user", "content": parts}]
-    post(address, "/v1/chat/completions", {"model": "demo", "messages": messages, "max_tokens": 2, "temperature": 0, **more})
+def chat(address: str, text: str, model: str = "demo", **more: Any) -> None:
+    post(address, "/v1/chat/completions", chat_body(text, model=model, max_tokens=2, **more))
 
 
 def text_of(seed: int, count: int) -> str:
@@ -59,18 +48,11 @@ def text_of(seed: int, count: int) -> str:
 
 
 def send_image(address: str, seed: int) -> None:
-    out = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 255, (480, 640, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(out, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
-    chat(address, [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}])
+    chat(address, "What is it?", image=png(random.Random(seed)))
 
 
 def send_audio(address: str, seed: int) -> None:
-    out = io.BytesIO()
-    soundfile.write(out, np.random.default_rng(seed).standard_normal(29 * 16_000) / 8, 16_000, format="WAV")
-    data = base64.b64encode(out.getvalue()).decode()
-    chat(address, [{"type": "text", "text": "?"}, {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}])
+    chat(address, "?", audio=wav(random.Random(seed).randbytes(2 * 29 * SOUND_HZ)))
 
 
 def send_long_prompt(address: str, seed: int) -> None:
@@ -88,8 +70,7 @@ def send_adapter(address: str, seed: int) -> None:
     """Load an adapter, and name it in a request."""
     name = f"specialist-{seed}"
     post(address, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": "specialist"})
-    messages = [{"role": "user", "content": "What helps?"}]
-    post(address, "/v1/chat/completions", {"model": name, "messages": messages, "max_tokens": 2})
+    chat(address, "What helps?", name)
     post(address, "/v1/unload_lora_adapter", {"lora_name": name})
 
 
@@ -161,17 +142,14 @@ def measure(runs: int, names: Collection[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", choices=CASES, action="append", help="this case alone; the others of the file stay")
     options = parser.parse_args()
     result = measure(options.runs, options.only or CASES)
-    if options.save:
-        if options.only and options.save.exists():
-            before = json.loads(options.save.read_text(encoding="utf-8"))
-            result["cases"] = {**before["cases"], **result["cases"]}
-        options.save.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if options.only:
+        result["cases"] = {**saved(options.save).get("cases", {}), **result["cases"]}
+    save(options.save, result)
 
 
 if __name__ == "__main__":

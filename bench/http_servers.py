@@ -9,7 +9,6 @@ embedded server in the same process, on the same listening socket, with every op
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib
 import json
@@ -28,7 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench import attackers, client, faults
+from bench import attackers, client, faults, parser_of, save
 from bench.served import DEMO, Served
 from trimtab.process import phases
 from trimtab.serve.http.connection import HEAD_BYTES
@@ -184,11 +183,7 @@ def slow_clients(server: Served) -> dict[str, Any]:
         "idle after an answer": partial(_ends, server, b"", ask=GET % b""),
     }  # fmt: skip
     found: dict[str, Any] = {}
-    threads = [threading.Thread(target=lambda n=name, c=case: found.update({n: c()})) for name, case in cases.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    faults.at_once([lambda n=name, c=case: found.update({n: c()}) for name, case in cases.items()])
     return {name: found[name] for name in cases}
 
 
@@ -419,20 +414,18 @@ def _all_of(name: str, seconds: float, turns: int, only: Sequence[str]) -> dict[
 
 def main() -> None:
     names = [*ATTACKS, "told_to_end", "attacked"]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--only", nargs="*", choices=names, default=names)
     parser.add_argument("--servers", nargs="*", choices=list(SERVERS), default=list(SERVERS))
-    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
-    about = {**faults.environment(), "granian": version("granian"), "h11": version("h11")}
+    about = {**faults.about(), "granian": version("granian"), "h11": version("h11")}
     found = {name: _all_of(name, given.seconds, given.turns, given.only) for name in given.servers}
     limits = {"connections": CONNECTIONS, **LIMITS}
     result = {"model": "demo", "rerun": RERUN, "limits": limits, "environment": about, "servers": found}
     print(json.dumps(result, indent=1))
-    if given.save:
-        given.save.write_text(json.dumps(result, indent=1) + "\n")
+    save(given.save, result)
 
 
 if __name__ == "__main__":

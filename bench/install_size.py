@@ -8,7 +8,6 @@ environment gets that torch first, and then everything else.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -17,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from bench import parser_of, save
 
 ROOT = Path(__file__).resolve().parent.parent
 PRINT_VERSIONS = """import json, sys
@@ -62,9 +63,8 @@ def installed(first: list[str], folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, must_save=True)
     parser.add_argument("--torch-wheel", help="torch's CPU build, a wheel or a requirement")
-    parser.add_argument("--save", type=Path, required=True)
     options = parser.parse_args()
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +72,7 @@ def main() -> None:
         if options.torch_wheel is not None:
             rows["cpu"] = installed([options.torch_wheel], Path(folder) / "cpu")
     where = {"python": platform.python_version(), "system": platform.system(), "machine": platform.machine()}
-    options.save.write_text(json.dumps({"environment": where, **rows}, indent=1) + "\n", encoding="utf-8")
+    save(options.save, {"environment": where, **rows})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ heads of 512.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import save
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.formats.weights import shell
 from trimtab.engine.kernels import attention_and_norms as fused
@@ -223,8 +223,7 @@ def main() -> None:
             "gpu": torch.cuda.get_device_name(0), "copy_Bps": bench.bandwidth, "torch": torch.__version__,
             "cuda": torch.version.cuda, "python": platform.python_version(),
         }  # fmt: skip
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"facts": facts, "rows": bench.rows}, indent=1) + "\n")
+        save(options.json, {"facts": facts, "rows": bench.rows})
 
 
 if __name__ == "__main__":

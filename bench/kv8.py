@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +30,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import trimtab
-from bench.head8 import ADAPTERS, DEMO, environment, prompts
+from bench import environment, parser_of, save, saved
+from bench.head8 import ADAPTERS, DEMO, prompts
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv.int8 import read_states, round_states
 from trimtab.engine.memory import reserve as transient_room
@@ -174,9 +176,7 @@ def steps(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 def steps_of(given: argparse.Namespace, kv: str, logits: dict[int, Tensor]) -> list[dict[str, Any]]:
     """Return the rows of one form. logits: by number of rows, of the first form."""
-    from bench.together import ids, timed
-    from trimtab.engine.batch.batch import Batch
-    from trimtab.request import GenerateRequest
+    from bench.together import filled, ids, step_ms
 
     found = []
     plan = trimtab.plan(
@@ -184,17 +184,10 @@ def steps_of(given: argparse.Namespace, kv: str, logits: dict[int, Tensor]) -> l
         audio_s=0.0, kv=kv,
     )  # fmt: skip
     with trimtab.load(plan) as model:
-        batch = Batch(model, given.rows)
-        batch.ends = frozenset()
-        batch.prepare()
-        for number in range(given.rows):
-            inputs = model.prepare(ids(given.context // 2, number))
-            prompt = batch.begin(inputs, GenerateRequest(max_new_tokens=64), client=None)
-            while not prompt.step():
-                pass
-            # Both forms go on after the same token, whatever a random model says.
-            batch.join(prompt).row.token_ids[-1] = ids(1, number)[0]
+        batch = filled(model, given.rows, given.context // 2, 64)
         going = list(batch.active)
+        for number, row in enumerate(going):  # both forms go on after the same token, whatever a random model says
+            row.token_ids[-1] = ids(1, number)[0]
         for count in COUNTS:
             if count > given.rows:
                 continue
@@ -202,10 +195,9 @@ def steps_of(given: argparse.Namespace, kv: str, logits: dict[int, Tensor]) -> l
             batch.write_last_tokens()
             made = batch.steps.run(batch.state())[0].double().cpu()
             batch.write_last_tokens()
-            ms = timed(lambda: (batch.steps.run(batch.state()), batch.write_last_tokens()))
             found.append({
                 "model": given.model, "kv": kv, "mode": plan.execution.step.mode, "rows": count,
-                "context": given.context, "written": given.context // 2, "ms": ms,
+                "context": given.context, "written": given.context // 2, "ms": step_ms(batch),
                 # Of all rows with full contexts; a part of it is an estimate.
                 "planned_ms": round(plan.token_s * 1e3, 3) if count == given.rows else None,
                 "estimated_ms": round(plan.execution.step.estimated_s * 1e3, 3) if count == given.rows else None,
@@ -228,15 +220,13 @@ def case_of(run: Mapping[str, Any]) -> tuple[str, str, str | None]:
     return kind, json.dumps(run.get("case"), sort_keys=True), run["environment"]["gpu"]
 
 
-def save(path: Path, run: Mapping[str, Any]) -> None:
+def add(path: Path | None, run: Mapping[str, Any]) -> None:
     """Add a run to a file of results. It replaces the run of the same case on the same GPU; all others stay."""
-    before = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
-    runs = [*(old for old in before if case_of(old) != case_of(run)), run]
-    path.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
+    save(path, {"runs": [*(old for old in saved(path).get("runs", []) if case_of(old) != case_of(run)), run]})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--work", type=Path)
     parser.add_argument("--model", default="e4b")
     parser.add_argument("--rows", type=int, default=8)
@@ -244,9 +234,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--prompts", type=Path, help="lines of {'text': ...} and optional image and audio files")
     parser.add_argument("--quant", default="nf4-dq")
-    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
-    run: dict[str, Any] = {"environment": environment()}
+    run: dict[str, Any] = {"environment": environment(system=platform.system())}
     if given.folder is not None:
         run["case"] = {"model": given.folder.name, "prompts": given.prompts.name, "quant": given.quant}
         asked = [json.loads(line) for line in given.prompts.read_text(encoding="utf-8").splitlines()]
@@ -263,8 +252,7 @@ def main() -> None:
                 run["demo"].append(compared(DEMO / "base", quant, one, prompts(), dtype))
                 print(json.dumps(run["demo"][-1]), flush=True)
         run["random"] = random_models()
-    if given.save:
-        save(given.save, run)
+    add(given.save, run)
 
 
 if __name__ == "__main__":

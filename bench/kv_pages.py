@@ -10,16 +10,15 @@ keys and values as planned and as held, the positions that rows have written, an
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.together import ids, timed
+from bench import environment, parser_of, save, saved
+from bench.together import filled, step_ms
 from trimtab.planning.values.byte_sizes import PAGE_TOKENS, pages_of
 
 ANSWER = 128
@@ -76,18 +75,8 @@ def kernels(model: Any) -> list[dict[str, Any]]:
 
 def steps(model: Any, rows: int, tokens: int, kv_tokens: int | None, about: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of one layout, and leave the logits of every count of rows in `about`."""
-    from trimtab.engine.batch.batch import Batch
-    from trimtab.request import GenerateRequest
-
     model.plan = replace(model.plan, request=replace(model.plan.request, kv_tokens=kv_tokens))
-    batch = Batch(model, rows)
-    batch.ends = frozenset()
-    batch.prepare()
-    for number in range(rows):
-        prompt = batch.begin(model.prepare(ids(tokens, number)), GenerateRequest(max_new_tokens=ANSWER), client=None)
-        while not prompt.step():
-            pass
-        batch.join(prompt)
+    batch = filled(model, rows, tokens, ANSWER)
     found, layout, going = [], "whole" if kv_tokens is None else "pages", list(batch.active)
     for count in COUNTS:
         if count > rows:
@@ -97,9 +86,8 @@ def steps(model: Any, rows: int, tokens: int, kv_tokens: int | None, about: dict
         logits = batch.steps.run(batch.state())[0].float().cpu()
         other = about.setdefault("logits", {}).setdefault(count, logits)
         batch.write_last_tokens()
-        ms = timed(lambda: (batch.steps.run(batch.state()), batch.write_last_tokens()))
         found.append({
-            "what": "step", "layout": layout, "rows": count, "ms": ms, "equal": bool(torch.equal(logits, other)),
+            "what": "step", "layout": layout, "rows": count, "ms": step_ms(batch), "equal": bool(torch.equal(logits, other)),
             "largest_difference": float((logits - other).abs().max()), "largest_logit": float(other.abs().max()),
         })  # fmt: skip
     batch.active[:] = going
@@ -116,17 +104,14 @@ def steps(model: Any, rows: int, tokens: int, kv_tokens: int | None, about: dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
+    parser = parser_of(__doc__, work=True)
     parser.add_argument("--model", default="e4b")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     import trimtab
     from bench.cards import prepare
-    from bench.load import environment
 
     prepare(given.model, given.work)
     pool = given.rows * pages_of(given.tokens + ANSWER) * PAGE_TOKENS
@@ -150,9 +135,7 @@ def main() -> None:
                 print(json.dumps(row), flush=True)
             gc.collect()
             torch.cuda.empty_cache()
-    if given.save:
-        before = json.loads(given.save.read_text())["rows"] if given.save.exists() else []
-        given.save.write_text(json.dumps({"environment": environment("cuda"), "rows": before + found}, indent=1) + "\n")
+    save(given.save, {"environment": environment("cuda"), "rows": saved(given.save).get("rows", []) + found})
 
 
 if __name__ == "__main__":

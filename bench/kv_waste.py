@@ -10,12 +10,11 @@ another model takes other bytes per token, and the same share. `early` is the sh
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-from pathlib import Path
 from typing import Any
 
+from bench import environment, parser_of, save
 from trimtab.planning.values.byte_sizes import PAGE_TOKENS, pages_of
 
 CONTEXT = 1024
@@ -65,11 +64,8 @@ def measured(model: Any, mix: list[tuple[int, int]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", type=Path)
-    given = parser.parse_args()
+    given = parser_of(__doc__).parse_args()
     import trimtab
-    from bench.load import environment
     from trimtab.demo.demo import FOLDER
 
     found = []
@@ -81,8 +77,7 @@ def main() -> None:
         with trimtab.load(plan) as model:
             found.append({"what": "waste", "mix": name, "page_tokens": PAGE_TOKENS, **measured(model, mix)})
         print(json.dumps(found[-1]), flush=True)
-    if given.save:
-        given.save.write_text(json.dumps({"environment": environment("cpu"), "rows": found}, indent=1) + "\n")
+    save(given.save, {"environment": environment("cpu"), "rows": found})
 
 
 if __name__ == "__main__":

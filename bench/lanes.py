@@ -9,10 +9,6 @@ peaks are what is measured there. The demo's adapters mean something, and its an
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -20,7 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-DEMO = Path(__file__).resolve().parent.parent / "trimtab" / "demo"
+from bench import environment, parser_of, save
+from trimtab.demo.demo import FOLDER as DEMO
+from trimtab.process.packages import stack_versions
+
 SIZE_LANES = ("direct_4bit_merge", "fresh_bf16_merge")
 NEW_TOKENS = 16
 
@@ -57,15 +56,9 @@ def _rounded(value: Any) -> Any:
     return [_rounded(item) for item in value] if isinstance(value, list) else value
 
 
-def environment(device: str) -> dict[str, Any]:
-    import torch
-
-    from trimtab.process.packages import stack_versions
-
-    name = torch.cuda.get_device_name(0) if device.startswith("cuda") else "CPU"
-    return {
-        "device": name, "cpu_count": os.cpu_count(), "python": platform.python_version(), **stack_versions(),
-    }  # fmt: skip
+def where(device: str) -> dict[str, Any]:
+    found = environment(device, **stack_versions())
+    return {"device": found.pop("gpu") or "CPU"} | found
 
 
 def run_demo(work: Path, device: str) -> list[dict[str, Any]]:
@@ -84,17 +77,13 @@ def run_demo(work: Path, device: str) -> list[dict[str, Any]]:
 def run_size(size: str, work: Path, names: Any, device: str) -> list[dict[str, Any]]:
     import torch
 
-    from bench.checkpoints import write_adapter, write_checkpoint
+    from bench.cards import prepare
     from trimtab.checkpoint.folder import read_checkpoint
     from trimtab.verification.routes.prompts import built_in
 
     folder = work / size
-    if not (folder / "config.json").exists():
-        start = time.perf_counter()
-        write_checkpoint(size, folder, device="cuda" if device.startswith("cuda") else "cpu")
-        write_adapter(folder, work / f"{size}-r8", 8)
-        torch.cuda.empty_cache()
-        print(f"made {size} in {time.perf_counter() - start:.0f} s", flush=True)
+    prepare(size, work, device=device)
+    torch.cuda.empty_cache()
     prompts = built_in(folder, read_checkpoint(folder).config, work)
     with tempfile.TemporaryDirectory(dir=work) as place:
         report = lanes_of(folder, work / f"{size}-r8", prompts, Path(place), names, device)
@@ -103,9 +92,7 @@ def run_size(size: str, work: Path, names: Any, device: str) -> list[dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--save", type=Path)
+    parser = parser_of(__doc__, work=True)
     parser.add_argument("--size", default="e2b", choices=("e2b", "e4b"))
     parser.add_argument("--demo", action="store_true")
     parser.add_argument("--lanes", default=",".join(SIZE_LANES), help="names, or 'all'; not with --demo")
@@ -119,10 +106,7 @@ def main() -> None:
     start = time.perf_counter()
     rows = run_demo(given.work, device) if given.demo else run_size(given.size, given.work, names, device)
     print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)
-    if given.save:
-        given.save.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"environment": environment(device), "new_tokens": NEW_TOKENS, "runs": rows}, indent=1)
-        given.save.write_text(text + "\n", encoding="utf-8")
+    save(given.save, {"environment": where(device), "new_tokens": NEW_TOKENS, "runs": rows})
 
 
 if __name__ == "__main__":

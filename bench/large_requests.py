@@ -13,8 +13,6 @@ from typing import Any
 from bench import client
 from bench.served import DEMO, Served
 
-TIMEOUT_S = 60.0
-CHAT = "/v1/chat/completions"
 QUESTION = client.chat_body("How are you?", model="style", max_tokens=4)
 EMBEDDED = 2048
 KEYS = ("attacker", "normal")
@@ -30,18 +28,6 @@ def embedded_body(context_tokens: int) -> tuple[str, dict[str, Any]]:
     """Return the route and the body of a request for embeddings of many texts, together as long as a body may be."""
     text = "cat " * min(context_tokens // 2, 240)
     return "/v1/embeddings", {"model": "demo", "input": [text] * EMBEDDED}
-
-
-def _first_s(address: str, headers: dict[str, str]) -> float | None:
-    """Return the seconds to a chat's first piece of text, None if none came."""
-    start = time.perf_counter()
-    connection = HTTPConnection(address, timeout=TIMEOUT_S)
-    with suppress(OSError, HTTPException), closing(connection):
-        connection.request("POST", CHAT, json.dumps(QUESTION), {"Content-Type": "application/json", **headers})
-        for line in connection.getresponse():
-            if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["delta"].get("content"):
-                return time.perf_counter() - start
-    return None
 
 
 def _compute(address: str, path: str, body: dict[str, Any], headers: dict[str, str], found: dict[str, Any]) -> None:
@@ -74,14 +60,14 @@ def _beside(context_tokens: int, keys: tuple[str, ...], path: str, body: dict[st
         firsts: dict[str, list[float | None]] = {}
         ended: dict[str, Any] = {}
         large = threading.Thread(target=_compute, args=(server.address, path, body, attacker, ended), daemon=True)
-        _first_s(server.address, normal)
+        client.ask(server.address, QUESTION, headers=normal)
         for turn in ("quiet", "beside"):
             if turn == "beside":
                 large.start()
                 time.sleep(0.3)
             firsts[turn], end = [], time.monotonic() + seconds
             while time.monotonic() < end and (turn == "quiet" or large.is_alive()):
-                firsts[turn].append(_first_s(server.address, normal))
+                firsts[turn].append(client.ask(server.address, QUESTION, headers=normal).ttft_s)
                 time.sleep(0.05)
         request = dict(ended) or "was still running"
         figures = {

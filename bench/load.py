@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import shutil
 import sys
@@ -39,12 +38,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from bench import client, load_bodies, voices
+from bench import client, environment, load_bodies, parser_of, save, saved, voices
 from bench.client import Asked
 from bench.served import Served
 from bench.transformers_server import ENGINE, TransformersServed
@@ -257,7 +255,7 @@ def questions(model: Model, max_tokens: int) -> list[dict[str, Any]]:
     return [
         client.chat_body(
             ask.prompt, model=adapter, max_tokens=max_tokens,
-            **{kind: Path(path) for kind, path in ask.media.items()},
+            **{kind: Path(path).read_bytes() for kind, path in ask.media.items()},
         )
         for ask in media.values()
         if not (model.reads_only and ask.media)
@@ -339,19 +337,8 @@ def measure(
     return row
 
 
-def environment(device: str) -> dict[str, Any]:
-    import torch
-
-    names = ("transformers", "bitsandbytes", "peft", "starlette", "uvicorn")
-    gpu = torch.cuda.get_device_name(0) if device.startswith("cuda") else None
-    return {
-        "gpu": gpu, "cpu_count": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__,
-        **{name: version(name) for name in names},
-    }  # fmt: skip
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--work", type=Path, help="where the random checkpoint is, or is made")
     parser.add_argument("--size", help="of bench.checkpoints: a random checkpoint in place of the demo")
     parser.add_argument("--adapters", type=int, default=8, help="of the random checkpoint")
@@ -381,7 +368,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--apart", action="store_true", help="one engine after the other, where both do not fit together")
     parser.add_argument("--engines", nargs="*", default=["trimtab", "stock"])
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more flags for `trimtab serve`, last")
-    parser.add_argument("--save", type=Path)
     parser.add_argument("--add", action="store_true", help="keep the rows that the file of --save has from earlier runs")
     given = parser.parse_args(arguments)
     if given.dtype is None:
@@ -401,19 +387,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bodies = bodies_of(model, given)
     groups = [[engine] for engine in given.engines] if given.apart else [given.engines]
     rows: list[dict[str, Any]] = []
-    kept = json.loads(given.save.read_text())["rows"] if given.add and given.save and given.save.exists() else []
-
-    def save() -> None:
-        if not given.save:
-            return
-        settings = {name: getattr(given, name) for name in ("seconds", "max_tokens", "rows", "dtype", "apart")}
-        settings |= {name: getattr(given, name) for name in ("text_tokens", "mixed", "skip_s", "share", "context")}
-        found = {"environment": environment(given.device), "settings": settings, "rows": [*kept, *rows]}
-        given.save.write_text(json.dumps(found, indent=1) + "\n")
+    kept = saved(given.save).get("rows", []) if given.add else []
+    names = ("seconds", "max_tokens", "rows", "dtype", "apart", "text_tokens", "mixed", "skip_s", "share", "context")
+    about = {"environment": environment(given.device), "settings": {name: getattr(given, name) for name in names}}
 
     def keep(row: dict[str, Any]) -> None:
         rows.append(row)
-        save()  # a run that is cut leaves what it has measured
+        save(given.save, {**about, "rows": [*kept, *rows]})  # a run that is cut leaves what it has measured
         print(row["failed"] if "failed" in row else json.dumps(row), file=sys.stderr if "failed" in row else None, flush=True)
 
     for group in groups:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import random
-import tempfile
 import wave
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,16 +53,12 @@ def mixed(
     """Return requests of which half are texts, a quarter pictures and a quarter sounds with a question."""
     bodies = texts(words, models, count=count, tokens=tokens, max_tokens=max_tokens, seed=seed)
     chance = random.Random(seed + 1)
-    with tempfile.TemporaryDirectory() as name:
-        for number in range(count):
-            if number % 4 < 2:
-                continue
-            kind = "image" if number % 4 == 2 else "audio"
-            path = Path(name) / ("a.png" if kind == "image" else "a.wav")
-            path.write_bytes(png(chance) if kind == "image" else _wav(chance))
-            question = " ".join(chance.choices(words, k=16))
-            media: dict[str, Any] = {kind: path}
-            bodies[number] = client.chat_body(question, model=bodies[number]["model"], max_tokens=max_tokens, **media)
+    for number, body in enumerate(bodies):
+        if number % 4 < 2:
+            continue
+        media = {"image": png(chance)} if number % 4 == 2 else {"audio": wav(chance.randbytes(2 * SOUND_S * SOUND_HZ))}
+        question = " ".join(chance.choices(words, k=16))
+        bodies[number] = client.chat_body(question, model=body["model"], max_tokens=max_tokens, **media)
     return bodies
 
 
@@ -77,11 +72,12 @@ def png(chance: random.Random) -> bytes:
     return out.getvalue()
 
 
-def _wav(chance: random.Random) -> bytes:
+def wav(samples: bytes) -> bytes:
+    """Return a sound of 16-bit samples."""
     out = io.BytesIO()
     with wave.open(out, "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(SOUND_HZ)
-        file.writeframes(chance.randbytes(2 * SOUND_S * SOUND_HZ))
+        file.writeframes(samples)
     return out.getvalue()

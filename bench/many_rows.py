@@ -9,15 +9,14 @@ and their adapters of rank 8, a slot for each row.
 
 from __future__ import annotations
 
-import argparse
 import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from bench import parser_of, save
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import gemm4 as many_rows
@@ -92,18 +91,16 @@ def sums(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--size", choices=sorted(SHAPES), default="e4b")
-    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
     found = rows(given.size, device)
     steps = sums(found)
     for step in steps:
         print(json.dumps(step), flush=True)
-    if given.save:
-        about = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "size": given.size}
-        given.save.write_text(json.dumps({**about, "steps": steps, "rows": found}, indent=1) + "\n")
+    about = {"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "size": given.size}
+    save(given.save, {**about, "steps": steps, "rows": found})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ record, with --jobs when all of them have ended.
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import parser_of, saved
 from trimtab.doctor.cases.cases import CASE_NAMES, find_cases
 from trimtab.doctor.cases.runner import FORMAT, matrix_document, read_runs, run_matrix
 from trimtab.machine.environment import read_environment
@@ -110,8 +110,7 @@ def in_jobs(arguments: Sequence[str], names: Sequence[str] | None, jobs: int, ke
 
 def main() -> None:
     """Run, save after every record, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", type=Path, required=True)
+    parser = parser_of(__doc__, must_save=True)
     parser.add_argument("--cases", default="")
     parser.add_argument("--python")
     parser.add_argument("--model")
@@ -126,9 +125,7 @@ def main() -> None:
     given.save.parent.mkdir(parents=True, exist_ok=True)
     environment = read_environment(given.python).to_json()
     names = given.cases.split(",") if given.cases else None
-    runs: list[dict[str, Any]] = []
-    if given.keep and given.save.exists():
-        runs = json.loads(given.save.read_text(encoding="utf-8"))["runs"]
+    runs: list[dict[str, Any]] = saved(given.save).get("runs", []) if given.keep else []
     if given.jobs > 1:
         options = {"python": given.python, "model": given.model, "adapter": given.adapter, "pressure": given.pressure}
         options |= {"device": given.device, "engines": given.engines, "timeout_s": given.timeout_s}

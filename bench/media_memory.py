@@ -8,7 +8,6 @@ process's resident memory is compared with the plan's `media`. Linux only: the p
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -24,7 +23,9 @@ import soundfile
 from PIL import Image
 
 import trimtab
+from bench import parser_of, save
 from trimtab.api import plan_request
+from trimtab.demo.demo import FOLDER
 from trimtab.planning.memory.media import MOST_RATE, ServedMedia
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.contract.job import Job
@@ -32,7 +33,6 @@ from trimtab.serve.contract.settings import Limits
 from trimtab.serve.scheduling.media_pool import return_freed_pages
 from trimtab.serve.worker.engine import LoadedEngine
 
-BASE = Path(trimtab.__file__).parent / "demo" / "base"
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 WAIT_S = 300.0
 
@@ -94,7 +94,7 @@ def measure() -> dict[str, Any]:
         kinds=("image", "audio"), request_pixels=limits.request_pixels, request_audio_s=limits.request_audio_s,
         all_body_bytes=limits.all_body_bytes,
     )  # fmt: skip
-    request = LoadRequest(model=str(BASE), device="cpu", quant="none", context_tokens=8192, images=16)
+    request = LoadRequest(model=str(FOLDER / "base"), device="cpu", quant="none", context_tokens=8192, images=16)
     plan = plan_request(request, later={}, media=media)
     with trimtab.load(plan) as model:
         engine = LoadedEngine(model, rows=1)
@@ -112,13 +112,11 @@ def measure() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", type=Path)
+    parser = parser_of(__doc__)
     options = parser.parse_args()
-    text = json.dumps(measure(), indent=1) + "\n"
-    print(text)
-    if options.save:
-        options.save.write_text(text, encoding="utf-8")
+    found = measure()
+    print(json.dumps(found, indent=1))
+    save(options.save, found)
 
 
 if __name__ == "__main__":

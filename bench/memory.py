@@ -8,16 +8,16 @@ are compared with the resident one's. `card4` and `card6` imitate a small card w
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
-import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from bench import environment, generated, median_ms, parser_of, row_of, save
+from trimtab.machine.memory import peak_host_bytes, process_bytes
 
 CONTEXT = 1024
 PROMPT_TOKENS = 900
@@ -44,19 +44,6 @@ def cases_of(size: str) -> list[dict[str, Any]]:
     return [dict(case, engine="stock") for case in stock] + [dict(case, engine="trimtab") for case in ours]
 
 
-def median_ms(call: Any, repeat: int = 3) -> float:
-    import torch
-
-    taken = []
-    for _ in range(repeat):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        taken.append((time.perf_counter() - start) * 1000)
-    return statistics.median(taken)
-
-
 def measure(case: dict[str, Any], model: Any, config: Any) -> dict[str, Any]:
     """Time the forward passes of a model of either engine (hf_model answers the same calls)."""
     import torch
@@ -71,9 +58,7 @@ def measure(case: dict[str, Any], model: Any, config: Any) -> dict[str, Any]:
             return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
 
     def greedy(inputs: dict[str, Any], count: int) -> list[int]:
-        with torch.no_grad():
-            out = model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
-        return out[0, inputs["input_ids"].shape[1] :].tolist()
+        return generated(model, inputs, count)[0, inputs["input_ids"].shape[1] :].tolist()
 
     short, full = text_inputs(config, SHORT_TOKENS, device=device), text_inputs(config, PROMPT_TOKENS, device=device)
     first_token(short)
@@ -101,12 +86,6 @@ def digest(model: Any, inputs: dict[str, Any]) -> str:
     return hashlib.sha256(logits.numpy().tobytes()).hexdigest()[:16]
 
 
-def host_peak_gib() -> float:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
-
-
 def run_stock(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[str, Any]:
     import bitsandbytes  # noqa: F401 - imported before the clock starts, as in the other engine
     import peft  # noqa: F401 - as transformers: imported before the clock starts
@@ -132,12 +111,19 @@ def run_stock(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[str
     return {"load_s": round(load_s, 2), "base_s": round(base_s, 2), "gpu_peak_gib": round(peak, 3), **row}
 
 
+def bound_tensors(plan: Any, card_bytes: float) -> None:
+    """Imitate a small card: the driver's context is outside torch's limit, so that tensors have that much less."""
+    import torch
+
+    allowed = card_bytes - plan.gpu["cuda_context"]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / torch.cuda.get_device_properties(0).total_memory))
+
+
 def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[str, Any]:
     import torch
 
     import trimtab
     import trimtab.engine.model
-    from trimtab.machine.memory import process_bytes
 
     torch.cuda.init()
     gpu_memory = None
@@ -151,9 +137,7 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
     )  # fmt: skip
     plan_s = time.perf_counter() - start
     if gpu_memory is not None:
-        # The driver's context is outside PyTorch's limit: a 4 GiB card has that much less for tensors.
-        allowed = gpu_memory - plan.gpu["cuda_context"]
-        torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
+        bound_tensors(plan, gpu_memory)
     base = process_bytes()
     start = time.perf_counter()
     with trimtab.load(plan) as model:
@@ -164,7 +148,7 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
         row = measure(case, model.hf_model, model.hf_model.config)
         row["gpu_load_peak_gib"] = round(load_peak / 2**30, 3)
         memory = model.memory()
-        row["host_peak_gib"] = round(host_peak_gib(), 2)
+        row["host_peak_gib"] = round(peak_host_bytes() / 2**30, 2)
         row |= stream_share(model)
         row["reserved_peak_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 3)
     planned = plan.gpu_peak_bytes / 2**30
@@ -211,32 +195,11 @@ def child(case: dict[str, Any], work: Path) -> dict[str, Any]:
     checkpoint, adapter = work / case["model"], work / f"{case['model']}-r{case['rank']}"
     engine = run_stock if case["engine"] == "stock" else run_trimtab
     row = engine(case, checkpoint, adapter)
-    return {"host_peak_gib": round(host_peak_gib(), 2), **row}
-
-
-def environment() -> dict[str, Any]:
-    from importlib.metadata import version
-
-    import torch
-
-    names = ("torch", "transformers", "bitsandbytes", "peft", "accelerate", "triton")
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except Exception:
-            found[name] = "?"
-    found["torch"] = torch.__version__
-    return {
-        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None, "cpu_count": os.cpu_count(),
-        "python": platform.python_version(), **found,
-    }  # fmt: skip
+    return {"host_peak_gib": round(peak_host_bytes() / 2**30, 2), **row}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--save", type=Path)
+    parser = parser_of(__doc__, work=True)
     parser.add_argument("--models", default="e2b,e4b")
     parser.add_argument("--cases", default="")
     parser.add_argument("--timeout-s", type=float, default=150)
@@ -254,42 +217,29 @@ def main() -> None:
                 continue
             rows.append(run_case({**case, "model": size}, given.work, given.timeout_s))
             print_row(rows[-1])
-            if given.save:
-                save(given.save, rows)
+            save(given.save, {"environment": environment(), "context": CONTEXT, "rows": rows})
     compare(rows)
     for row in rows:
         print(row["model"], row["placement"], row["adapter_rank"], {k: v for k, v in row.items() if k.endswith("_equal")})
-    if given.save:
-        save(given.save, rows)
+    save(given.save, {"environment": environment(), "context": CONTEXT, "rows": rows})
 
 
 def prepare(size: str, work: Path) -> None:
-    if (work / size / "config.json").exists():
-        return
-    start = time.perf_counter()
-    lines = (
-        "from pathlib import Path",
-        "from bench.checkpoints import write_adapter, write_checkpoint",
-        f"work = Path({str(work)!r})",
-        f"folder = write_checkpoint({size!r}, work / {size!r})",
-        f"for rank in (8, 64): write_adapter(folder, work / f'{size}-r{{rank}}', rank)",
-    )
-    code = "\n".join(lines)
+    if not (work / size / "config.json").exists():
+        prepared_apart(size, work, (8, 64))
+
+
+def prepared_apart(size: str, work: Path, ranks: Sequence[int], then: str = "") -> None:
+    """Make a checkpoint and its adapters in a process whose GPU memory is free again. then: more code of it, over `work`."""
+    first = f"from pathlib import Path; work = Path({str(work)!r})"
+    code = f"{first}\nfrom bench.cards import prepare; prepare({size!r}, work, {ranks})\n{then}"
     subprocess.run([sys.executable, "-c", code], check=True)
-    print(f"made {size} in {time.perf_counter() - start:.0f} s", flush=True)
 
 
 def run_case(case: dict[str, Any], work: Path, timeout_s: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.memory", "--work", str(work), "--case", json.dumps(case)]
     label = {"model": case["model"], "engine": case["engine"], "placement": case["name"], "adapter_rank": case["rank"]}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return {**label, "error": f"longer than {timeout_s} s"}
-    found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
-    if done.returncode or not found:
-        return {**label, "error": (done.stderr.strip().splitlines() or ["?"])[-1][:300], "trace": done.stderr[-1500:]}
-    return {**label, **json.loads(found[-1][4:])}
+    row = row_of(["bench.memory", "--work", str(work), "--case", json.dumps(case)], timeout_s=timeout_s) or {}
+    return label | row
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
@@ -311,11 +261,6 @@ def print_row(row: dict[str, Any]) -> None:
         if key not in ("tokens", "media_tokens", "logits", "media_logits", "tiers", "gpu_items")
     }
     print(json.dumps(shown), flush=True)
-
-
-def save(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": environment(), "context": CONTEXT, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

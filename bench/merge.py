@@ -21,10 +21,12 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from bench import row_of, save
+from trimtab.demo.demo import FOLDER as DEMO
 
 GIB = 2**30
 REST_S = 10
@@ -33,8 +35,7 @@ REST_S = 10
 def make(size: str, work: Path) -> tuple[Path, Path]:
     """Return (checkpoint, adapter) of a size, written into work unless it is the demo's."""
     if size == "demo":
-        demo = Path(__file__).parent.parent / "trimtab" / "demo"
-        return demo / "base", demo / "adapters" / "style"
+        return DEMO / "base", DEMO / "adapters" / "style"
     if size == "pico":
         from tests import pico
 
@@ -96,12 +97,7 @@ def run(engine: str, request: dict[str, Any], out: Path) -> dict[str, Any]:
 
 def run_peft(request: dict[str, Any]) -> dict[str, Any]:
     """Return what PEFT took, in a process of its own."""
-    done = subprocess.run([sys.executable, "-m", "bench.merge", "--peft", json.dumps(request)], capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        return {"engine": "peft", "error": f"exit {done.returncode}", "stderr": done.stderr[-500:]}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    return {"engine": "peft"} | (row_of(["bench.merge", "--peft", json.dumps(request)]) or {})
 
 
 def peft(request: dict[str, Any]) -> None:
@@ -123,7 +119,7 @@ def peft(request: dict[str, Any]) -> None:
             os.fsync(handle.fileno())
     seconds = time.perf_counter() - started
     peak_gib = round((peak_host_bytes() - baseline) / GIB, 3)
-    print(json.dumps({"engine": "peft", "seconds": round(seconds, 2), "peak_gib": peak_gib}))
+    print("ROW " + json.dumps({"seconds": round(seconds, 2), "peak_gib": peak_gib}))
 
 
 def compare(ours: Path, theirs: Path) -> dict[str, int]:
@@ -323,9 +319,7 @@ def main() -> None:
 
 def _save(name: str, rows: list[dict[str, Any]]) -> None:
     if name != "-":
-        path = Path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        save(Path(name), {"environment": environment(), "rows": rows})
 
 
 if __name__ == "__main__":

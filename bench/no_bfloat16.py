@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from bench.memory import environment
+from bench import environment, parser_of, row_of, save
 
 GIB = 2**30
 CASES = ("stock32", "stock", "16bit", "wide")
@@ -93,9 +92,7 @@ def gap(work: Path, case: str) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--save", type=Path)
+    parser = parser_of(__doc__, work=True)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     given = parser.parse_args()
     checkpoint, adapter = given.work / "e2b", given.work / "e2b-r8"
@@ -108,16 +105,12 @@ def main() -> int:
     prepare("e2b", given.work)
     results: dict[str, Any] = {"environment": environment(), "t4_stock_gib": 6.507, "rows": {}}
     for case in CASES:
-        command = [sys.executable, "-m", "bench.no_bfloat16", "--work", str(given.work), "--case", case]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        rows = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
-        row = json.loads(rows[-1][4:]) if rows else {"error": done.stderr[-3000:]}
-        if rows and case != "stock32":
+        row = row_of(["bench.no_bfloat16", "--work", str(given.work), "--case", case]) or {}
+        if "error" not in row and case != "stock32":
             row["logits"] = gap(given.work, case)
         results["rows"][case] = row
         print(case, json.dumps(row, indent=1), flush=True)
-        if given.save:
-            given.save.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        save(given.save, results)
     return 0
 
 

@@ -8,15 +8,14 @@ Random weights of E4B's and Qwen3-8B's shapes, NF4 with double quantization, a C
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from bench import environment, parser_of, save
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.weights import dequantize
@@ -107,16 +106,11 @@ def _lora(module: Any, device: torch.device, n: int, rank: int, high: int, wide:
 
 
 def main() -> None:
-    from bench.memory import environment
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", type=Path)
-    given = parser.parse_args()
+    given = parser_of(__doc__).parse_args()
     measured = rows()
     for row in measured:
         print(json.dumps(row), flush=True)
-    if given.save:
-        given.save.write_text(json.dumps({"environment": environment(), "rows": measured}, indent=1) + "\n")
+    save(given.save, {"environment": environment(), "rows": measured})
 
 
 if __name__ == "__main__":

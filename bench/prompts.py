@@ -28,6 +28,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench import environment, generated, median_ms, parser_of, save, saved, timed_s
+from bench.memory import prepared_apart
+
 LENGTHS = (64, 512, 2048)
 CONTEXT = 2560
 MODELS = ("e4b", "e2b", "qwen3-8b", "qwen3-vl-4b")
@@ -41,14 +44,8 @@ def prepare(size: str, work: Path) -> None:
     has_eyes = not size.startswith("e") or (work / size / "processor_config.json").is_file()
     if has_eyes and (work / f"{size}-r8" / "adapter_config.json").is_file():
         return
-    lines = (
-        "from pathlib import Path",
-        f"from bench.cards import prepare; prepare({size!r}, Path({str(work)!r}))",
-        f"work = Path({str(work)!r})",
-    )
-    if size.startswith("e"):
-        lines += (f"from bench.prompts import give_eyes; give_eyes(work / {size!r})",)
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+    give = f"from bench.prompts import give_eyes; give_eyes(work / {size!r})"
+    prepared_apart(size, work, (8,), give if size.startswith("e") else "")
 
 
 def give_eyes(folder: Path) -> None:
@@ -75,18 +72,8 @@ def pictures(work: Path) -> Iterator[list[dict[str, Any]]]:
         yield [{"role": "user", "content": [part, {"type": "text", "text": "What is in this picture?"}]}]
 
 
-def timed_ms(call: Any) -> float:
-    import torch
-
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1000
-
-
-def median_ms(call: Any) -> float:
-    return round(statistics.median(timed_ms(call) for _ in range(REPEAT)), 2)
+def ms_of(call: Any) -> float:
+    return round(median_ms(call, REPEAT), 2)
 
 
 def device_bytes() -> dict[str, int]:
@@ -155,7 +142,7 @@ class Bench:
                 if callable(inputs):  # another prompt each time: no scores to compare
                     expected = scores
                 if way != "eager" or adapter is not None:
-                    row["ms"] = median_ms(lambda batch=batch: self.once(batch, inputs, adapter))
+                    row["ms"] = ms_of(lambda batch=batch: self.once(batch, inputs, adapter))
                 if expected is None:
                     expected = scores
                 row |= {
@@ -177,7 +164,7 @@ class Bench:
             inputs = made()
             inputs_ms = (time.perf_counter() - start) * 1000
             prompt = batch.begin(inputs, self.request, adapter="r8")
-            rows.append([inputs_ms, timed_ms(prompt.step), timed_ms(prompt.step)])
+            rows.append([inputs_ms, 1000 * timed_s(prompt.step), 1000 * timed_s(prompt.step)])
             batch.leave(batch.join(prompt).row)
         towers = batch.prompts.towers
         names = ("inputs_ms", "towers_ms", "prompt_ms")
@@ -316,7 +303,7 @@ def asked_ms(model: Any, prompt: Any, adapter: str | None) -> dict[str, float]:
 
     for _ in range(3):
         ask()
-    return {"ms": median_ms(ask)}
+    return {"ms": ms_of(ask)}
 
 
 # Stock -------------------------------------------------------------------------------------------------------------------
@@ -337,14 +324,10 @@ def run_stock(size: str, work: Path, lengths: Sequence[int]) -> list[dict[str, A
         ids = text_inputs(model.config, tokens, device="cuda")["input_ids"] % 100000 + 1000
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-        def once(given: dict[str, Any] = given) -> None:
-            with torch.no_grad():
-                peft_model.generate(**given, max_new_tokens=1, min_new_tokens=1, do_sample=False, pad_token_id=0)
-
-        once()
+        generated(peft_model, given, 1)
         rows.append({
             "model": size, "engine": "stock", "what": "text", "tokens": tokens, "adapter": True, "way": "stock",
-            "ms": median_ms(once),
+            "ms": ms_of(lambda given=given: generated(peft_model, given, 1)),
         })  # fmt: skip
         print("ROW " + json.dumps(rows[-1]), flush=True)
     if size.startswith("e"):
@@ -355,14 +338,13 @@ def run_stock(size: str, work: Path, lengths: Sequence[int]) -> list[dict[str, A
             given = processor.apply_chat_template(
                 next(messages), tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
             ).to("cuda")
-            with torch.no_grad():
-                peft_model.generate(**given, max_new_tokens=1, min_new_tokens=1, do_sample=False, pad_token_id=0)
+            generated(peft_model, given, 1)
             return int(given["input_ids"].shape[1])
 
         tokens = seen()
         rows.append({
             "model": size, "engine": "stock", "what": "picture 640x480", "tokens": tokens, "adapter": True,
-            "way": "stock", "ms": median_ms(seen),
+            "way": "stock", "ms": ms_of(seen),
         })  # fmt: skip
         print("ROW " + json.dumps(rows[-1]), flush=True)
     return rows
@@ -429,9 +411,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--save", type=Path)
+    parser = parser_of(__doc__, work=True)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--engines", default="trimtab,stock")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="tokens of the texts")
@@ -453,12 +433,8 @@ def main() -> None:
         else:
             run_trimtab(size, given.work, lengths, profile=given.profile)
         return
-    from bench.memory import environment
-
     given.work.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    if given.save and given.save.is_file():
-        rows = json.loads(given.save.read_text())["rows"]
+    rows: list[dict[str, Any]] = saved(given.save).get("rows", [])
     wanted = [
         (size, engine) for size in given.models.split(",") for engine in given.engines.split(",")
         if not any((row["model"], row["engine"]) == (size, engine) and "error" not in row for row in rows)
@@ -480,9 +456,7 @@ def main() -> None:
         case = begun.get(one) or Case(*one, given)
         rows = [row for row in rows if (row["model"], row["engine"]) != (case.size, case.engine)]
         rows += case.rows(given.timeout_s)
-        if given.save:
-            given.save.parent.mkdir(parents=True, exist_ok=True)
-            given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        save(given.save, {"environment": environment(), "rows": rows})
     if given.card_gib:
         holder.close()
     print(table(rows))

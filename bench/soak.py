@@ -9,7 +9,6 @@ grow: the median of the last fifth of the samples is compared with that of the f
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -22,8 +21,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench import client
-from bench.faults import environment, long_body, questions
+from bench import client, parser_of, save
+from bench.faults import about, long_body, questions
 from bench.served import DEMO, Served
 from trimtab.demo.demo import FOLDER
 
@@ -107,19 +106,17 @@ def growth(values: list[int]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="after the warm-up")
     parser.add_argument("--warm-minutes", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--pause-s", type=float, default=0.2, help="of each client between two requests")
-    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
-    about = environment()
-    found = {**soak(given.minutes, given.warm_minutes, given.clients, given.pause_s), "environment": about}
+    where = about()
+    found = {**soak(given.minutes, given.warm_minutes, given.clients, given.pause_s), "environment": where}
     found["load_after"] = round(os.getloadavg()[0], 2)
     print(json.dumps({name: value for name, value in found.items() if name != "samples"}))
-    if given.save:
-        given.save.write_text(json.dumps(found) + "\n")
+    save(given.save, found)
 
 
 if __name__ == "__main__":

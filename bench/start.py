@@ -29,7 +29,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench import start_parts
+from bench import parser_of, save, start_parts
 from bench.load import demo, sized
 from bench.served import Served
 
@@ -104,8 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rows": rows, "parts": parts, "imports": imports,
     }  # fmt: skip
     print(text_of(whole))
-    if options.save:
-        Path(options.save).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    save(options.save, whole)
     return 0
 
 
@@ -253,7 +252,7 @@ def _gpu(device: str) -> str | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.start", description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--work", default=tempfile.gettempdir(), help="where checkpoints of random weights are made")
     parser.add_argument("--size", help="a size that bench.checkpoints makes, such as e4b (default: the demo model)")
     parser.add_argument("--packed", action="store_true", help="with --size: its linears are in NF4 in the file")
@@ -262,7 +261,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu-memory")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--servers-only", action="store_true", help="without answers in Python")
-    parser.add_argument("--save", metavar="FILE")
     return parser
 
 

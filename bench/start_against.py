@@ -13,7 +13,6 @@ until it has ended. With --only, FILE keeps its other rows.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import re
@@ -29,6 +28,7 @@ from typing import Any
 
 import psutil
 
+from bench import parser_of, save, saved
 from bench.served import Served
 
 TREE = Path(__file__).resolve().parents[1]
@@ -80,11 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rows": rows, "files": files,
     }  # fmt: skip
     if options.save and options.only:
-        whole = json.loads(Path(options.save).read_text(encoding="utf-8"))
+        whole = saved(options.save)
         names = {row["what"] for row in rows}
         whole["rows"] = [row for row in whole["rows"] if row["what"] not in names] + rows
-    if options.save:
-        Path(options.save).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    save(options.save, whole)
     return 0
 
 
@@ -161,11 +160,10 @@ def _children_s() -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.start_against", description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("other", metavar="OTHER_TREE", help="a checkout of the version to compare with")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", metavar="TEXT", help="commands whose name has it")
-    parser.add_argument("--save", metavar="FILE")
     return parser
 
 

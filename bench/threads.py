@@ -8,7 +8,6 @@ them; what else the machine does is in the load that is recorded. OMP_NUM_THREAD
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -17,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from bench import parser_of, save
 
 ROOT = Path(__file__).resolve().parent.parent
 NEW_TOKENS = 32
@@ -72,15 +73,12 @@ def measure(busy: int, runs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--busy", type=int, default=2, metavar="N", help="processes that keep a core busy (default: 2)")
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="answers of each way (default: 5)")
-    parser.add_argument("--save", metavar="FILE", help="write the figures as JSON")
     options = parser.parse_args()
     report = measure(options.busy, options.runs)
-    text = json.dumps(report, indent=1)
-    if options.save:
-        Path(options.save).write_text(text + "\n", encoding="utf-8")
+    save(options.save, report)
     print(json.dumps({"medians": report["medians"], "all_cores_over_chosen": report["all_cores_over_chosen"]}, indent=1))
 
 

@@ -11,14 +11,14 @@ decoder's weights are kept in the model's own type beside the packed ones.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from bench import environment, parser_of, save
 
 REPEAT = 10
 TOKENS = 512
@@ -51,8 +51,7 @@ def steps(model: Any, batch: Any, names: list[str], about: dict[str, Any], count
                 row.adapter = names[number % adapters] if adapters else None
             batch.write_last_tokens()
             batch.steps.run(batch.state())
-            ms = timed(lambda: (batch.steps.run(batch.state()), batch.write_last_tokens()))
-            found.append({"what": "step", "rows": count, "adapters": adapters, "ms": ms, **about})
+            found.append({"what": "step", "rows": count, "adapters": adapters, "ms": step_ms(batch), **about})
             print(json.dumps(found[-1]), flush=True)
     batch.active[:] = rows
     return found
@@ -155,8 +154,13 @@ def ids(count: int, seed: int = 0) -> list[int]:
     return [1000 + (number * 7919 + seed * 31) % 90_000 for number in range(count)]
 
 
-def filled(model: Any, rows: int) -> Any:
-    """Return a batch whose rows are all active, each behind a prompt of TOKENS tokens."""
+def step_ms(batch: Any) -> float:
+    """Return the milliseconds of a captured step and of what is written in front of the next."""
+    return timed(lambda: (batch.steps.run(batch.state()), batch.write_last_tokens()))
+
+
+def filled(model: Any, rows: int, tokens: int = TOKENS, answer: int = 256) -> Any:
+    """Return a batch whose rows are all active, each behind a prompt of so many tokens and with room for an answer."""
     from trimtab.engine.batch.batch import Batch
     from trimtab.request import GenerateRequest
 
@@ -164,7 +168,7 @@ def filled(model: Any, rows: int) -> Any:
     batch.ends = frozenset()
     batch.prepare()
     for number in range(rows):
-        prompt = batch.begin(model.prepare(ids(TOKENS, number)), GenerateRequest(max_new_tokens=256), client=None)
+        prompt = batch.begin(model.prepare(ids(tokens, number)), GenerateRequest(max_new_tokens=answer), client=None)
         while not prompt.step():
             pass
         batch.join(prompt)
@@ -180,16 +184,14 @@ def begin_anew(batch: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
+    parser = parser_of(__doc__, work=True)
     parser.add_argument("--size", default="e4b")
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--beside", action="store_true", help="also steps and chunks on two streams")
-    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     import trimtab
-    from bench.load import environment, sized
+    from bench.load import sized
 
     made = sized(given.size, given.work, given.adapters, device="cuda")
     names = list(made.adapters)
@@ -200,8 +202,7 @@ def main() -> None:
 
     def keep(rows: list[dict[str, Any]]) -> None:
         found.extend(rows)
-        if given.save:
-            given.save.write_text(json.dumps({"environment": environment("cuda"), "rows": found}, indent=1) + "\n")
+        save(given.save, {"environment": environment("cuda"), "rows": found})
 
     with trimtab.load(plan) as model:
         kept = model.unpacked

@@ -10,12 +10,13 @@ cache are done too, `cached_tokens`, `difference` of the logits from the whole p
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from pathlib import Path
 from typing import Any
+
+from bench import environment, parser_of, save
 
 REPEAT = 5
 
@@ -89,7 +90,7 @@ class Turns:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--adapter", type=Path)
     parser.add_argument("--tokens", type=int, default=2000)
@@ -98,10 +99,8 @@ def main() -> None:
     parser.add_argument("--prefix-cache", default="2GiB")
     parser.add_argument("--quant", default="auto")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     import trimtab
-    from bench.memory import environment
 
     context = given.tokens + given.answer + given.new + 64
     adapters = {"turns": given.adapter} if given.adapter else None
@@ -119,9 +118,8 @@ def main() -> None:
         fallbacks = [f"{one.what}: {one.why}" for one in model.fallbacks]
     for row in rows:
         print(json.dumps(row), flush=True)
-    if given.save:
-        values = {"environment": environment() if is_gpu else {"device": "cpu"}, "rows": rows, "kept": kept, "fallbacks": fallbacks}
-        given.save.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    where = environment() if is_gpu else {"device": "cpu"}
+    save(given.save, {"environment": where, "rows": rows, "kept": kept, "fallbacks": fallbacks})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import alive, cards
-from bench.kv8 import save
+from bench.kv8 import add
 from tests import ROOT
 from tests.anatomies import with_int8_head
 from tests.planning.values.test_execution import ADAPTER, E4B, GIB, H200, card
@@ -217,14 +217,14 @@ def test_a_run_replaces_its_own_case_and_no_other(tmp_path):
     own = {"environment": {"gpu": "H100"}, "case": {"model": "mine", "prompts": "a.jsonl", "quant": "nf4-dq"}, "own": {}}
     kept = [run("H200", 1, **e4b), run("H100", 2, **longer), run("H100", 3, **qwen), own]
     for one in (kept[0], run("H100", 4, **e4b), *kept[1:], run("H100", 5, **dict(reversed(e4b.items())))):
-        save(file, one)
+        add(file, one)
     runs = json.loads(file.read_text(encoding="utf-8"))["runs"]
     assert runs == [*recorded, *kept, run("H100", 5, **e4b)]
     demo = {"environment": {"gpu": None}, "demo": [{"quant": "none"}], "random": []}
-    save(file, demo)
+    add(file, demo)
     assert json.loads(file.read_text(encoding="utf-8"))["runs"] == [*runs[len(recorded) :], demo]
 
 
 def test_a_first_run_makes_the_file(tmp_path):
-    save(tmp_path / "new.json", run("H100", 1, model="e4b"))
+    add(tmp_path / "new.json", run("H100", 1, model="e4b"))
     assert json.loads((tmp_path / "new.json").read_text(encoding="utf-8")) == {"runs": [run("H100", 1, model="e4b")]}

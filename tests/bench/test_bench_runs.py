@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import formats, matrix, start, start_parts
+from bench import formats, matrix, row_of, start, start_parts
 from bench.served import Served
 from tests import ROOT, waiting
 from tests.raised import raised
@@ -32,7 +32,7 @@ def test_rows_of_loads_are_kept_and_a_load_that_takes_too_long_is_one(tmp_path, 
     file = tmp_path / "saved.json"
     file.write_text(json.dumps({"environment": "of rates", "rows": ["of rates"]}))
     monkeypatch.setattr(formats, "write", lambda *_: tmp_path / "none")
-    monkeypatch.setattr(formats.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     main("--cases", "e4b:awq,e4b:fp8,e4b:gptq")
     with pytest.raises(SystemExit, match="no time left for e4b:ct-g32"):
         main("--cases", "e4b:ct-g32", "--total-s", "5")
@@ -43,6 +43,17 @@ def test_rows_of_loads_are_kept_and_a_load_that_takes_too_long_is_one(tmp_path, 
     assert (awq["stock"]["first_s"], awq["of_stock"], gptq["form"]) == (1, round(4 / 5, 2), "gptq")
     assert fp8["stock"] == {"over_s": 400} and "of_stock" not in fp8
     assert len(fp8["trimtab"]["load_s"]) == 3  # the other side is timed to the end
+
+
+def test_a_case_has_its_last_row_or_the_reason_why_it_has_none():
+    def ran(code, **limits):
+        return row_of(["timeit", "-n1", "-r1", code], **limits)
+
+    assert ran("""print('ROW {"at": 1}', 'ROW {"at": 2}', sep=chr(10))""") == {"at": 2}
+    assert ran("raise RuntimeError('no card')")["error"].endswith("RuntimeError: no card")
+    assert ran("import os; os._exit(3)")["error"] == "exit 3"
+    assert ran("import threading; threading.Event().wait(9)", timeout_s=0.2) == {"error": "longer than 0.2 s", "over_s": 0.2}
+    assert ran("import threading; threading.Event().wait(9)", timeout_s=5, left_s=0.2) is None
 
 
 # What each side imports first is imported once for both; that each side asks for it before its seconds is noted.

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.benchmark.test_bench_report import ran, world  # noqa: F401 - the fixture
+from tests.benchmark.test_bench_report import failing, world  # noqa: F401 - the fixture
 from tests.machine.test_environment import read_only_environment
 from tests.raised import refused
 from trimtab.benchmark import bandwidth
@@ -80,12 +80,7 @@ def test_the_demo_beside_stock(capsys, tmp_path, monkeypatch):
 
 
 def test_ours_that_did_not_run_is_the_exit_code_and_the_table_still_comes(capsys, world, no_files):  # noqa: F811
-    def says(name, run):
-        if name == "trimtab":
-            raise DeviceError("out of memory", device="cuda:0")
-        return ran()
-
-    world.says = says
+    world.says = failing(DeviceError("out of memory", device="cuda:0"), "trimtab")
     code, said = run(capsys, "m", "--runs", "1")
     assert code == 6 and "failed    trimtab, in run 1: DeviceError" in said.out and "100 tok/s" in said.out
     code, said = run(capsys, "m", "--runs", "1", "--json")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.adapter_files import match, pair
 from tests.anatomies import e_series, small
 from tests.planning.test_planner import CPU, E2B, TABLE, plan
-from trimtab.benchmark.roofline import Bandwidth, Read, limit_of, plan_reads, resident_reads
+from trimtab.benchmark.roofline import Bandwidth, Read, limit_of, step_reads
 from trimtab.checkpoint.anatomy import KVLayer
 from trimtab.formats.record import packed_bytes
 
@@ -25,7 +25,7 @@ def total(reads, way=None, what=None):
 
 
 def step(made, anatomy, context=1000.0, **more):
-    return plan_reads(made, anatomy, context_tokens=context, **more)
+    return step_reads(made, anatomy, context_tokens=context, **more)
 
 
 def reads_of(device=0, host=0, link=0, disk=0):
@@ -86,7 +86,7 @@ def test_on_a_cpu_what_is_streamed_is_read_from_the_same_memory_once():
 def test_stock_reads_the_model_as_if_all_of_it_were_resident():
     lean = plan(gpu=2.0)
     assert {row.tier for row in lean.placements} > {"resident"}
-    assert resident_reads(lean, E2B, context_tokens=1000) == step(plan(place=RESIDENT), E2B)
+    assert step_reads(lean, E2B, context_tokens=1000, is_stock=True) == step(plan(place=RESIDENT), E2B)
 
 
 def test_an_adapter_is_read_in_float32_and_only_where_a_step_runs(tmp_path):

@@ -558,18 +558,51 @@ def is_about(error: UpstreamError, kind: str) -> bool:
     return kind in str(error) and error.package == found.package and error.hint == found.way_round
 
 
-def offloaded_4bit(work: Path, quant: str = "nf4") -> Any:
+def offloaded_4bit(work: Path) -> Any:
     """Return a base whose last layer of 4-bit linears a hook takes away."""
-    model = stock.load_stock(folder_of(work, "llama"), quant, device=DEVICE)
-    for module in (*model.model.layers[-1].mlp.children(), *model.model.layers[-1].self_attn.children()):
+    model = stock.load_stock(folder_of(work, "llama"), "nf4", device=DEVICE)
+    for module in (*model.model.layers[-1].self_attn.children(), *model.model.layers[-1].mlp.children()):
         if hasattr(module, "quant_state"):
             module._hf_hook = AlignDevicesHook(split.GPU, offload=True, weights_map={"weight": module.weight.data})
     return model
 
 
-def test_offloaded_4bit_weights_are_refused(work: Path) -> None:
-    error = refusal(offloaded_4bit(work), adapter_of(work, "llama"))
-    assert is_about(error, "quantized-weight-offloaded") and "A2" in str(error) and "7 modules" in str(error)
+def weight_without_data(work: Path) -> Any:
+    model = stock.load_stock(folder_of(work, "llama"), device=DEVICE)
+    model.model.layers[0].mlp.up_proj.to("meta")
+    return model
+
+
+def word_table_away(work: Path) -> Any:
+    """Return a base whose word table is offloaded beside embeddings of each layer."""
+    return split.load(folder_of(work), split.last_layer_off(folder_of(work)) | {"model.language_model.embed_tokens": "cpu"})
+
+
+def two_offload_hooks(work: Path) -> Any:
+    model = split.load(folder_of(work, "llama"), split.last_layer_off(folder_of(work, "llama")))
+    module = model.model.layers[-1].mlp.up_proj
+    module._hf_hook = SequentialHook(module._hf_hook, module._hf_hook)
+    return model
+
+
+@pytest.mark.parametrize(("kind", "make", "family", "modules", "path", "detail"), [
+    ("quantized-weight-offloaded", offloaded_4bit, "llama", 7, "model.layers.1.self_attn.q_proj", "Linear4bit offloaded to cpu"),
+    ("weight-on-meta", weight_without_data, "llama", 1, "model.layers.0.mlp.up_proj", "[128, 64]"),
+    ("embedding-offloaded", word_table_away, "gemma4", 1, "model.language_model.embed_tokens", "offloaded to cpu"),
+    ("hooks-unknown", two_offload_hooks, "llama", 1, "model.layers.1.mlp.up_proj", "2 hooks"),
+])  # fmt: skip
+def test_a_base_that_cannot_answer_is_found_and_refused(
+    work: Path, kind: str, make: Any, family: str, modules: int, path: str, detail: str
+) -> None:
+    base = make(work)
+    found = check(base).of(kind)
+    assert len(found) == modules and found[0].module_path == path and detail in found[0].detail
+    error = refusal(base, adapter_of(work, family))
+    assert is_about(error, kind) and f"{modules} modules, first {path}" in str(error)
+    assert all(bug in str(error) for bug in BY_NAME[kind].bugs)
+    if kind == "embedding-offloaded":
+        with pytest.raises(RuntimeError):  # the base itself cannot answer
+            stock.logits(base, inputs_of(base))
 
 
 @pytest.mark.skipif(IS_OLDEST, reason="accelerate 1.13.0 raises while it offloads (A3)")
@@ -577,28 +610,6 @@ def test_4bit_base_dispatched_by_hand_is_refused(work: Path) -> None:
     model = stock.load_stock(folder_of(work, "llama"), "nf4", device=DEVICE)
     dispatch_model(model, split.last_layer_off(folder_of(work, "llama")), main_device=split.GPU)
     assert is_about(refusal(model, adapter_of(work, "llama")), "quant-state-on-meta")
-
-
-def test_weight_without_data_is_refused(work: Path) -> None:
-    model = stock.load_stock(folder_of(work, "llama"), device=DEVICE)
-    model.model.layers[0].mlp.up_proj.to("meta")
-    error = refusal(model, adapter_of(work, "llama"))
-    assert is_about(error, "weight-on-meta") and "model.layers.0.mlp.up_proj" in str(error)
-
-
-def test_offloaded_word_table_beside_per_layer_embeddings_is_refused(work: Path) -> None:
-    placed = split.last_layer_off(folder_of(work)) | {"model.language_model.embed_tokens": "cpu"}
-    base = split.load(folder_of(work), placed)
-    assert is_about(refusal(base, adapter_of(work)), "embedding-offloaded")
-    with pytest.raises(RuntimeError):  # the base itself cannot answer
-        stock.logits(base, inputs_of(base))
-
-
-def test_two_offload_hooks_on_one_module_are_refused(work: Path) -> None:
-    model = split.load(folder_of(work, "llama"), split.last_layer_off(folder_of(work, "llama")))
-    module = model.model.layers[-1].mlp.up_proj
-    module._hf_hook = SequentialHook(module._hf_hook, module._hf_hook)
-    assert is_about(refusal(model, adapter_of(work, "llama")), "hooks-unknown")
 
 
 def test_hooks_that_copy_shared_keys_and_values_are_refused_before_the_release_that_fixed_it(

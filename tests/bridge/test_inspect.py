@@ -179,13 +179,6 @@ def test_what_dispatch_does_to_quantized_layers(work: Path, quant: str) -> None:
         stock.logits(model, given)
 
 
-def test_4bit_weight_with_an_offload_hook_is_found(work: Path) -> None:
-    model = llama(work, "nf4")
-    module = model.model.layers[0].mlp.up_proj
-    module._hf_hook = AlignDevicesHook("cpu", offload=True, weights_map={"weight": module.weight.data})
-    assert only(scan(model), "quantized-weight-offloaded").module_path == "model.layers.0.mlp.up_proj"
-
-
 def test_a_model_said_to_be_quantized_that_is_not(work: Path) -> None:
     placed = {"": "cpu"}
     found = scan(split.load(folder_of(work, "llama"), placed, "nf4"))
@@ -295,13 +288,6 @@ def test_a_catch_all_entry_leaves_sequential_hooks(work: Path) -> None:
     assert not scan(split.load(folder_of(work), split.towers_off())).of("sequential-hook")
 
 
-def test_weight_without_data_is_found(work: Path) -> None:
-    model = llama(work)
-    model.model.layers[0].mlp.up_proj.to("meta")
-    finding = only(scan(model), "weight-on-meta")
-    assert finding.module_path == "model.layers.0.mlp.up_proj" and "[128, 64]" in finding.detail
-
-
 def test_map_key_that_no_module_has_is_found_with_near_names(work: Path) -> None:
     placed = split.catch_all() | {"model.multi_modal_projector": "cpu"}
     with warnings.catch_warnings():
@@ -316,12 +302,6 @@ def test_module_that_is_not_where_the_map_says_is_found(work: Path) -> None:
     base.hf_device_map["model.vision_tower.encoder.layers.0"] = split.GPU
     paths = [finding.module_path for finding in scan(base).of("not-where-the-map-says")]
     assert paths and all(path.startswith("model.vision_tower.encoder.layers.0.") for path in paths)
-
-
-def test_word_table_offloaded_beside_per_layer_embeddings_is_found(work: Path) -> None:
-    placed = split.last_layer_off(folder_of(work)) | {"model.language_model.embed_tokens": "cpu"}
-    found = scan(split.load(folder_of(work), placed))
-    assert only(found, "embedding-offloaded").module_path == "model.language_model.embed_tokens"
 
 
 def test_offloaded_table_is_said_with_its_bytes(work: Path) -> None:

@@ -1,10 +1,15 @@
 """Normal clients beside hostile ones, and kills while adapters come and go: `bench/attackers.py` with smaller numbers."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from tests import waiting
 
 RECORD = Path(__file__).resolve().parents[2] / "bench" / "results" / "attackers.json"
 MOST_RATIO, MOST_HEALTH_S = 3.0, 0.1
@@ -55,6 +60,16 @@ def test_kills_and_changing_adapters_beside_attackers_break_no_connection():
         ("hang", "broken", "different", "nameless"), 0
     )
     assert found["left"] == NOTHING_LEFT
+
+
+@linux
+def test_the_processes_that_compile_grammars_are_seen():
+    from bench import grammar_attacks
+    from trimtab.serve.grammar.prover import GrammarProver
+
+    command = GrammarProver()._command
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        waiting.until(lambda: grammar_attacks.compilers(SimpleNamespace(worker_pid=os.getpid)) == [process.pid])
 
 
 @pytest.mark.parametrize("scene", ["attacked", "together"])

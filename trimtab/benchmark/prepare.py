@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from trimtab.adapters.adapter import match_adapter, read_adapter
 from trimtab.api import plan_request
-from trimtab.benchmark import roofline as limit
+from trimtab.benchmark.roofline import step_reads
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.config_limits import experts_per_token
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.media import SAMPLE_RATE, read_audio, read_image
 from trimtab.engine.loader import transformers_model as hf
-from trimtab.errors import CheckpointError, RequestError
+from trimtab.errors import CheckpointError
 from trimtab.planning import Plan
 from trimtab.request import LoadRequest
-from trimtab.verification.routes.inputs import WithoutWeights
-from trimtab.verification.routes.prompts import TOKENIZERS, Prompt
+from trimtab.verification.routes.inputs import WithoutWeights, write
+from trimtab.verification.routes.prompts import TOKENIZERS, Prompt, random_tokens
 
 PROMPT_TOKENS = 512
 SEED = 0
@@ -55,7 +53,9 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
         questions = [("media", MEDIA_QUESTION)]
     else:
         questions = [("text", _tokens(stand_in, request["prompt_tokens"] or PROMPT_TOKENS))]
-    items = _items(stand_in, questions, media, int(request["new_tokens"]), Path(request["out"]))
+    asked = [(*question, *files) for question, files in zip(questions, media, strict=True)]
+    check = partial(chat.check_fits, plan.request, max_new_tokens=request["new_tokens"])
+    items = write(stand_in, asked, Path(request["out"]), check)
     context = sum(item["prompt_tokens"] for item in items) / len(items) + request["new_tokens"] / 2
     emit(
         {"event": "prepared", "plan": plan.to_json(), "folder": str(checkpoint.folder), "items": items,
@@ -92,33 +92,7 @@ def _tokens(stand_in: WithoutWeights, count: int) -> list[int]:
         if tokenizer is not None:
             once = len(tokenizer(TEXT)["input_ids"])
             return [int(token) for token in tokenizer(TEXT * (count // max(once - 2, 1) + 2))["input_ids"][:count]]
-    # The first ids are special tokens; the last ids of a multimodal vocabulary are placeholders of images and audio.
-    size = int(stand_in.text_config.vocab_size)
-    draw = random.Random(SEED)
-    low, high = min(8, size // 4), max(size // 4 + 1, size * 3 // 4)
-    return [draw.randrange(low, high) for _ in range(count)]
-
-
-def _items(
-    stand_in: WithoutWeights, questions: Sequence[tuple[str, Any]], media: Sequence[tuple[list[str], list[str]]], new_tokens: int,
-    out: Path,
-) -> list[dict[str, Any]]:  # fmt: skip
-    items, problems = [], []
-    for place, ((name, question), (images, audios)) in enumerate(zip(questions, media, strict=True)):
-        try:
-            inputs = chat.prepare(stand_in, question, images=images, audios=audios)
-            chat.check_fits(stand_in.plan.request, inputs, new_tokens)
-        except RequestError as exc:
-            problems.append(f"{name}: {exc}")
-            continue
-        file = out / f"inputs-{place}.safetensors"
-        save_file({key: tensor.contiguous() for key, tensor in inputs.tensors.items()}, str(file))
-        items.append({
-            "id": name, "file": str(file), "prompt_tokens": inputs.prompt_tokens, "has_media": inputs.has_media,
-        })  # fmt: skip
-    if problems:
-        raise RequestError("\n  - ".join([f"{len(problems)} refused", *problems]), field="prompts")
-    return items
+    return random_tokens(int(stand_in.text_config.vocab_size), count, SEED)
 
 
 def _reads(
@@ -129,10 +103,8 @@ def _reads(
     theirs = anatomy if plan.request.head == "full" else _anatomy(plan, checkpoint, "full")
     spec = None if adapter is None else match_adapter(read_adapter(plan.request.adapters[adapter]), anatomy)
     experts = experts_per_token(stand_in.text_config) or None
-    by_engine = {
-        name: reads(plan, held, context_tokens=context, adapter=spec, experts_per_token=experts)
-        for name, reads, held in (("trimtab", limit.plan_reads, anatomy), ("stock", limit.resident_reads, theirs))
-    }
+    options: dict[str, Any] = {"context_tokens": context, "adapter": spec, "experts_per_token": experts}
+    by_engine = {"trimtab": step_reads(plan, anatomy, **options), "stock": step_reads(plan, theirs, is_stock=True, **options)}
     return {name: [asdict(read) for read in reads] for name, reads in by_engine.items()}
 
 

@@ -93,31 +93,14 @@ def limit_of(reads: tuple[Read, ...], bandwidth: Bandwidth) -> Limit:
 # Reads of a step ------------------------------------------------------------------------------------------------------
 
 
-def plan_reads(
+def step_reads(
     plan: Plan, anatomy: Anatomy, *, context_tokens: float, adapter: AdapterSpec | None = None,
-    experts_per_token: int | None = None,
+    experts_per_token: int | None = None, is_stock: bool = False,
 ) -> tuple[Read, ...]:  # fmt: skip
-    """Return the reads of one token for a model placed by the plan. context_tokens: in the cache, on average."""
-    homes = {row.block_path: (row.tier, row.home) for row in plan.placements}
-    return _reads(
-        anatomy, homes, plan.request.quant, plan.execution_device == "cpu", context_tokens, adapter, experts_per_token,
-        kv=plan.request.kv,
-    )  # fmt: skip
-
-
-def resident_reads(
-    plan: Plan, anatomy: Anatomy, *, context_tokens: float, adapter: AdapterSpec | None = None,
-    experts_per_token: int | None = None,
-) -> tuple[Read, ...]:  # fmt: skip
-    """Return the reads of one token for the same model completely on the device, as in the stock stack."""
-    is_cpu = plan.execution_device == "cpu"
-    return _reads(anatomy, {}, plan.request.quant, is_cpu, context_tokens, adapter, experts_per_token)
-
-
-def _reads(
-    anatomy: Anatomy, homes: Mapping[str, tuple[str, str]], quant: str, on_cpu: bool, context_tokens: float,
-    adapter: AdapterSpec | None, experts_per_token: int | None, kv: str = "full",
-) -> tuple[Read, ...]:  # fmt: skip
+    """Return the reads of one token for a model placed by the plan. context_tokens: in the cache, on average. is_stock: completely
+    on the device, keys and values in full."""
+    homes = {} if is_stock else {row.block_path: (row.tier, row.home) for row in plan.placements}
+    kv, on_cpu = "full" if is_stock else plan.request.kv, plan.execution_device == "cpu"
     targets = [target for target in adapter.targets if target.part in STEP_PARTS] if adapter is not None else []
     saved = _saved(targets, "bfloat16" if adapter is None else adapter.model_dtype)
     by_kind: dict[tuple[str, str], int] = {}
@@ -126,7 +109,7 @@ def _reads(
         for way in ways:
             by_kind[what, way] = by_kind.get((what, way), 0) + round(nbytes)
 
-    quant, tied = quant_of(anatomy, quant), tied_paths(anatomy)
+    quant, tied = quant_of(anatomy, plan.request.quant), tied_paths(anatomy)
     for row in anatomy.rows:
         if row.part not in STEP_PARTS:
             continue

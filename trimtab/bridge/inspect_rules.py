@@ -240,7 +240,7 @@ class View:
             mapped = self.map[max(keys, key=len)]
             have = offloaded_to(module) or own[0].device
             should_be_away = mapped == DISK or (mapped == CPU and bool(main))
-            if should_be_away == isinstance(have, str) and (should_be_away or not _differ(own[0].device, _device(mapped))):
+            if should_be_away == isinstance(have, str) and (should_be_away or not _differ(own[0].device, torch.device(mapped))):
                 continue
             other = [key for key in self.map if key and path.startswith(key) and not is_under(path, key)]
             why = f"; the key {other[0]} begins like it" if other else ""
@@ -345,10 +345,6 @@ def _is_idle(layer: Any, name: str, tensors: list[tuple[str, Tensor]]) -> bool:
     factors = [tensor for label, tensor in tensors if label in ("lora_B", "lora_embedding_A", "lora_embedding_B")]
     has_bias = any(label == "lora_B.bias" and bool(tensor.any()) for label, tensor in tensors)
     return not has_bias and (not layer.scaling.get(name, 1) or any(not bool(tensor.any()) for tensor in factors))
-
-
-def _device(value: Any) -> torch.device:
-    return torch.device(value)
 
 
 def _differ(one: torch.device, two: torch.device | None) -> bool:

@@ -8,7 +8,6 @@ from itertools import product
 from pathlib import Path
 
 import psutil
-from platformdirs import user_cache_path
 
 from trimtab.errors import RequestError
 from trimtab.process.before_torch import control_groups
@@ -93,6 +92,8 @@ def peak_host_bytes() -> int:
 
 def spill_folder(offload_dir: str | None) -> Path:
     """Return the folder of the disk tier's file."""
+    from platformdirs import user_cache_path  # here: an interpreter with the stock stack alone reads the rest of this file
+
     return Path(offload_dir) if offload_dir else user_cache_path("trimtab") / "spill"
 
 

@@ -27,6 +27,7 @@ AGAINST: Mapping[str, str] = {
 BATCH_ROWS = 4
 FOLDER_HINT = "or the folder of a merged model"
 PLANNED_AUDIO_S = 30.0
+RESIDENT: Mapping[str, Any] = {"place": {"*": "resident"}, "device_map": None, "gpu_memory_bytes": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +57,14 @@ def case_of(
     audio_s = PLANNED_AUDIO_S if any(prompt.audio for prompt in given) else 0.0
     sized = replace(request, images=int(any(prompt.image for prompt in given)), audio_s=audio_s)
     ours = Route(label="trimtab", plan=plan, request=None if plan else sized)
-    common: dict[str, Any] = {"model": request.model, "adapter": name, "adapters": dict(request.adapters)}
     if folder is not None:
-        return _folder_case(ours, sized, checkpoint, folder, common)
-    makers = {
-        "resident": _resident_case, "stock": _stock_case, "base": _base_case, "bf16": _bf16_case,
-        "full-head": _full_head_case, "single": _single_case, "alone": _alone_case, "eager": _eager_case,
-    }  # fmt: skip
-    if word == "stock":
-        return _stock_case(ours, sized, checkpoint, common, python)
-    return makers[word](ours, sized, checkpoint, common)  # type: ignore[operator, no-any-return]
+        reference, subject = _merge_routes(ours, checkpoint, folder, name)
+    else:
+        reference, subject = _routes(word, ours, sized, checkpoint, name, python)
+    return Case(
+        against=word if folder is None else str(folder), model=request.model, reference=reference, subject=subject, adapter=name,
+        adapters=dict(request.adapters), expected=compare.DIFFERS if word == "base" else compare.SAME, merged=folder,
+    )  # fmt: skip
 
 
 def _adapter(request: LoadRequest, adapter: str | None) -> str | None:
@@ -97,13 +96,43 @@ def _of(route: Route, label: str, **changes: Any) -> Route:
     return Route(label=label, request=replace(request, **changes))
 
 
-def _resident_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
-    whole = _of(ours, "every weight resident", place={"*": "resident"}, device_map=None, gpu_memory_bytes=None)
-    subject = replace(ours, label="the plan's tiers")
-    return Case(against="resident", reference=whole, subject=subject, **common)
+def _routes(
+    word: str, ours: Route, request: LoadRequest, checkpoint: Checkpoint, adapter: str | None, python: str | Path | None
+) -> tuple[Route, Route]:  # fmt: skip
+    """Return the reference of a comparison and the route compared with it. Errors: RequestError if both would be the same."""
+    if word == "stock":
+        return _stock_route(request, checkpoint, python), ours
+    if word == "resident":
+        return _of(ours, "every weight resident", **RESIDENT), replace(ours, label="the plan's tiers")
+    if word == "base":
+        if adapter is None:
+            raise RequestError("needs an adapter to compare with the base", field="adapter", hint="Give one with adapters=")
+        return replace(ours, label=f"adapter {adapter}"), replace(ours, label="the base")
+    if word == "eager":
+        return replace(ours, label="one pass"), replace(ours, label="step by step", decode="auto")
+    if word == "full-head":
+        if request.head == "full":
+            raise RequestError(
+                "compares an 8-bit head with the full one: request the 8-bit head", field="against", value=word, hint="head='int8'"
+            )
+        return _of(ours, "the whole head", head="full", **RESIDENT), replace(ours, label="the 8-bit head")
+    if word == "bf16":
+        if (request.quant == "none" and request.experts not in MADE_EXPERTS) or split_packed(checkpoint)[1]:
+            raise RequestError(
+                "compares a quantized load with the unquantized checkpoint: give quant= and the original checkpoint",
+                field="against", value=word,
+            )  # fmt: skip
+        whole = _of(ours, "bf16 weights", quant="none", gpu_memory_bytes=None, keep_unquantized=(), head="full", experts=EXPERTS[0])
+        experts = f", {request.experts} experts" if request.experts in MADE_EXPERTS else ""
+        return whole, replace(ours, label=f"{DEFAULT_QUANT if request.quant == 'auto' else request.quant} weights{experts}")
+    if word == "alone" and len(request.adapters) < 2:
+        raise RequestError("needs at least two adapters", field="adapters", value=list(request.adapters))
+    one, several = ("each alone", "in one batch") if word == "single" else ("each adapter alone", "adapters mixed in one batch")
+    subject = _batched(ours, word, several)
+    return replace(subject, label=one, batched=0), subject
 
 
-def _stock_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any], python: Any) -> Case:
+def _stock_route(request: LoadRequest, checkpoint: Checkpoint, python: str | Path | None) -> Route:
     from trimtab.api import resolve_quant
     from trimtab.engine.memory import rates as devices
 
@@ -114,42 +143,11 @@ def _stock_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, commo
         )  # fmt: skip
     if request.head != "full":
         raise RequestError("the stock stack has no 8-bit head", field="against", value="stock", hint="Compare against full-head")
-    stock = Route(
+    return Route(
         label="the stock stack", engine="stock", folder=str(checkpoint.folder), dtype=request.dtype,
         quant=resolve_quant(request.quant, checkpoint), experts=request.experts, device=devices.resolve_device(request.device),
-        adapters=common["adapters"], python=str(python) if python is not None else None,
+        adapters=dict(request.adapters), python=str(python) if python is not None else None,
     )  # fmt: skip
-    return Case(against="stock", reference=stock, subject=ours, **common)
-
-
-def _base_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
-    if common["adapter"] is None:
-        raise RequestError("needs an adapter to compare with the base", field="adapter", hint="Give one with adapters=")
-    reference, subject = replace(ours, label=f"adapter {common['adapter']}"), replace(ours, label="the base")
-    return Case(against="base", reference=reference, subject=subject, expected=compare.DIFFERS, **common)
-
-
-def _bf16_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
-    if (request.quant == "none" and request.experts not in MADE_EXPERTS) or split_packed(checkpoint)[1]:
-        raise RequestError(
-            "compares a quantized load with the unquantized checkpoint: give quant= and the original checkpoint",
-            field="against", value="bf16",
-        )  # fmt: skip
-    whole = _of(ours, "bf16 weights", quant="none", gpu_memory_bytes=None, keep_unquantized=(), head="full", experts=EXPERTS[0])
-    experts = f", {request.experts} experts" if request.experts in MADE_EXPERTS else ""
-    subject = replace(ours, label=f"{DEFAULT_QUANT if request.quant == 'auto' else request.quant} weights{experts}")
-    return Case(against="bf16", reference=whole, subject=subject, **common)
-
-
-def _full_head_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
-    if request.head == "full":
-        raise RequestError(
-            "compares an 8-bit head with the full one: request the 8-bit head", field="against", value="full-head",
-            hint="head='int8'",
-        )  # fmt: skip
-    whole = _of(ours, "the whole head", head="full", place={"*": "resident"}, device_map=None, gpu_memory_bytes=None)
-    subject = replace(ours, label="the 8-bit head")
-    return Case(against="full-head", reference=whole, subject=subject, **common)
 
 
 def _batched(ours: Route, word: str, label: str) -> Route:
@@ -160,38 +158,15 @@ def _batched(ours: Route, word: str, label: str) -> Route:
     return replace(ours, label=label, batched=ours.plan.request.batch)
 
 
-def _single_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
-    subject = _batched(ours, "single", "in one batch")
-    reference = replace(subject, label="each alone", batched=0)
-    return Case(against="single", reference=reference, subject=subject, **common)
-
-
-def _alone_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
-    if len(common["adapters"]) < 2:
-        raise RequestError("needs at least two adapters", field="adapters", value=list(common["adapters"]))
-    subject = _batched(ours, "alone", "adapters mixed in one batch")
-    reference = replace(subject, label="each adapter alone", batched=0)
-    return Case(against="alone", reference=reference, subject=subject, **common)
-
-
-def _eager_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
-    reference, subject = replace(ours, label="one pass"), replace(ours, label="step by step", decode="auto")
-    return Case(against="eager", reference=reference, subject=subject, **common)
-
-
-def _folder_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, folder: Path, common: Mapping[str, Any]) -> Case:
-    if common["adapter"] is None:
-        raise RequestError(
-            "needs the merged adapter to compare with", field="adapter",
-            hint="Give one with adapters=",
-        )  # fmt: skip
+def _merge_routes(ours: Route, checkpoint: Checkpoint, folder: Path, adapter: str | None) -> tuple[Route, Route]:
+    if adapter is None:
+        raise RequestError("needs the merged adapter to compare with", field="adapter", hint="Give one with adapters=")
     packed = bool(split_packed(read_checkpoint(folder))[1])
     merged = _of(
         ours, f"merged model {folder.name}", model=str(folder), adapters={}, gpu_memory_bytes=None,
         **({"quant": "auto"} if packed else {"quant": "none"} if split_packed(checkpoint)[1] else {}),
     )  # fmt: skip
-    reference = replace(ours, label=f"adapter {common['adapter']} loaded")
-    return Case(against=str(folder), reference=reference, subject=merged, merged=folder, **common)
+    return replace(ours, label=f"adapter {adapter} loaded"), merged
 
 
 def _merged_folder(word: str, checkpoint: Checkpoint) -> Path:

@@ -78,7 +78,7 @@ def verify(
             "the merge lanes compare experts in 16 bits", field="experts", value=request.experts, allowed=EXPERTS[:2]
         )
     checkpoint = read_checkpoint(request.model)
-    chosen = _prompts(prompts)
+    chosen = asked.given_prompts(prompts)
     with work_folder("verify") as work:
         given = chosen if chosen is not None else asked.built_in(checkpoint.folder, checkpoint.config, work)
         asked.check_modalities(given, checkpoint.config)
@@ -126,12 +126,6 @@ def _request(
 def _is_packed(model: str) -> bool:
     """Return whether a model's files are quantized, so that it is compared as it is."""
     return bool(split_packed(read_checkpoint(model))[1])
-
-
-def _prompts(prompts: Any) -> tuple[Prompt, ...] | None:
-    if prompts is None:
-        return None
-    return asked.read_prompts(prompts) if isinstance(prompts, (str, Path)) else asked.checked(prompts)
 
 
 def check_adapters(checkpoint: Checkpoint, adapters: Mapping[str, str]) -> None:

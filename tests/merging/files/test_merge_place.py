@@ -24,10 +24,7 @@ from trimtab.merging.files import output_dir as places
 def test_a_finished_file_that_was_changed_meanwhile_is_written_again(
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop_before_the_end(monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        merge(base, tmp_path / "out", adapters={"a": adapter})
-    monkeypatch.undo()
+    stop_before_the_end(base, adapter, tmp_path / "out", monkeypatch)
     half = tmp_path / ".out.merging"
     files = sorted(half.glob("*.safetensors"))
     assert len(files) == 5
@@ -41,22 +38,20 @@ def test_a_finished_file_that_was_changed_meanwhile_is_written_again(
     assert content(tmp_path / "out") == content(tmp_path / "again")
 
 
-def stop_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def stop_before_the_end(base: Path, adapter: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    module = sys.modules["trimtab.merging.merge"]
-    monkeypatch.setattr(module, "_write_small", stop)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(sys.modules["trimtab.merging.merge"], "_write_small", stop)
+        merge(base, out, adapters={"a": adapter})
 
 
 @pytest.mark.parametrize("what", ["weight", "adapter", "base", "dtype"])
 def test_another_merge_resumes_nothing(
     what: str, base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop_before_the_end(monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        merge(base, tmp_path / "out", adapters={"a": adapter})
-    monkeypatch.undo()
+    stop_before_the_end(base, adapter, tmp_path / "out", monkeypatch)
     options: dict[str, Any] = {"adapters": {"a": adapter}}
     model = base
     if what == "weight":

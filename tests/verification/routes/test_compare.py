@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -100,7 +101,7 @@ def drawn(prompt: str, sizes: list[float]) -> tuple[Noise, ...]:
 
 def at_limit(floor: NoiseFloor, prompt: str, **factors: float) -> Difference:
     """A difference that is just within the limits of a prompt, but for the measures that are named."""
-    limit = floor.limits[prompt].to_json()
+    limit = asdict(floor.limits[prompt])
     values = {name: value * factors.get(name, 1.0) for name, value in limit.items()}
     return Difference(4, 0, kl_max=1.0, top1_agreement=1.0, max_abs_by_position=(), kl_by_position=(), **values)
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -295,3 +297,17 @@ def test_what_stock_raises_is_an_upstream_error_with_its_package(tmp_path):
 def test_a_process_that_dies_is_a_device_error(tmp_path):
     with pytest.raises(DeviceError, match="the process of route 'it' ended with ModuleNotFoundError"):
         routes.run_module("trimtab.verification.no_such", {}, "it", isolated=True)
+
+
+# Packages that an interpreter with the stock stack alone lacks.
+OURS = ("platformdirs", "pydantic", "prometheus_client", "llguidance", "soundfile", "starlette", "httpx2")
+IMPORTED = f"""
+import sys
+import trimtab.benchmark.run_stock, trimtab.verification.merges.stock_merge, trimtab.verification.routes.stock_run
+print(*(name for name in {OURS} if name in sys.modules))
+"""
+
+
+def test_the_stock_sides_import_only_what_the_stock_stack_has():
+    done = subprocess.run([sys.executable, "-c", IMPORTED], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr

@@ -15,7 +15,7 @@ Fetch = Callable[[str], Tensor]
 _SAME_VALUES = ("to", "contiguous", "clone", "detach")
 _TRANSPOSES = ("transpose", "swapaxes", "swapdims")
 _RESHAPES = ("reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze")
-_CUTS = ("chunk", "split", "tensor_split", "narrow", "select", "__getitem__", "unbind")
+CUTS = ("chunk", "split", "tensor_split", "narrow", "select", "__getitem__", "unbind")
 
 
 class CannotLayBackError(Exception):
@@ -84,7 +84,7 @@ def lay_back(expression: Expression, leaf: str, parameter: Tensor, into: Tensor,
         lay_back(args[0], leaf, parameter.permute(inverse), into, shapes)
     elif name in _RESHAPES:
         lay_back(args[0], leaf, parameter.reshape(_shape(args[0], shapes)), into, shapes)
-    elif name in _CUTS:
+    elif name in CUTS:
         _write_over(expression, leaf, parameter, into)
     else:
         raise CannotLayBackError(f"{name} of {', '.join(expression.leaves[:3])}")

@@ -24,11 +24,10 @@ from trimtab.errors import AdapterError
 from trimtab.formats.packed import split_packed
 from trimtab.merging.changes import experts
 from trimtab.merging.changes.delta import Change, EntryRows, Rows, row_pieces
-from trimtab.merging.changes.inverse import CannotLayBackError, is_cast, lay_back, name_of
+from trimtab.merging.changes.inverse import CUTS, CannotLayBackError, is_cast, lay_back, name_of
 from trimtab.merging.changes.request import Part
 
 Shapes = Mapping[str, tuple[int, ...]]
-_CUTS = ("chunk", "split", "tensor_split", "narrow", "select", "__getitem__", "unbind")
 
 
 @dataclass(frozen=True)
@@ -328,7 +327,7 @@ def _check_shared(
 
 def _cuts(expression: Expression) -> bool:
     while not expression.is_leaf:
-        if name_of(expression) in _CUTS:
+        if name_of(expression) in CUTS:
             return True
         if not expression.args or not isinstance(expression.args[0], Expression):
             return False

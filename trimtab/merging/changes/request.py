@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trimtab.adapter_names import NAME, NAME_RULE, NamedAdapter, check_weight, parse_adapter, parse_adapters, paths_of
@@ -69,8 +68,3 @@ def parts_of(adapters: Mapping[str, AdapterOption] | Sequence[str | os.PathLike[
         check_weight(name, weight)
         parts.append(Part(name, paths_of({name: path})[name], float(weight)))
     return tuple(parts)
-
-
-def resolved(path: str | Path) -> Path:
-    """Return the absolute path with every link followed, also of a path that does not exist yet."""
-    return Path(os.path.realpath(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from trimtab.checkpoint.names import near_names
@@ -97,10 +97,6 @@ class LanePrompt:
     kl_to_bf16: float | None
     texts: Mapping[str, str | None]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the row as JSON-ready values."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"texts": dict(self.texts)}
-
 
 @dataclass(frozen=True, kw_only=True)
 class LaneRun:
@@ -139,7 +135,7 @@ class LaneRun:
         survived, noise = mean_survival(self.survival) if self.survival else (None, None)
         return {
             "lane": self.lane.name, "title": self.lane.title, "engine": self.lane.engine, "verdict": self.verdict,
-            "counts": self.counts, "prompts": [row.to_json() for row in self.prompts],
+            "counts": self.counts, "prompts": [asdict(row) for row in self.prompts],
             "merge_warnings": self.merge_warnings, "warnings": dict(self.warnings), "survived": survived,
             "survival_noise": noise, "survival": [row.to_json() for row in self.survival],
             "kl_to_adapter": self.mean("kl_to_adapter"), "kl_base": self.mean("kl_base"),

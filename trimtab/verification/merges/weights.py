@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -111,6 +111,8 @@ PACKED_ERROR = 0.25
 # Two products of a level and a scale are equal below this share of the scale: float32 rounds by 2^-24.
 SAME_VALUE = 2.0**-20
 _PIECE_VALUES = 2**20
+# (exact values, merged ones, change, bound, rows) -> (how far each is off, how far a wrong scale would move it, what is outside).
+Test = Callable[[Tensor, Tensor, Tensor, Tensor, slice], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -177,10 +179,6 @@ class OtherTensors:
     differing: tuple[str, ...] = ()
     not_compared: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the comparison as JSON-ready values."""
-        return {"equal": self.equal, "differing": list(self.differing), "not_compared": list(self.not_compared)}
-
 
 @dataclass(frozen=True)
 class MergedWeights:
@@ -235,7 +233,7 @@ class MergedWeights:
             "verdict": self.verdict, "slope": 1 + self.together.off, "size": self.together.size, "limit": self.limit,
             "false_alarm_rate": self.false_alarm_rate, "sees_scale_fault": self.sees_scale_fault,
             "wrong": [row.module_path for row in self.wrong], "modules": [row.to_json() for row in self.modules],
-            "others": self.others.to_json(),
+            "others": asdict(self.others),
         }  # fmt: skip
 
 
@@ -251,7 +249,8 @@ def module_weight(
     is_packed = form not in FLOATS
     step = max(1, _PIECE_VALUES // max(1, base.shape[-1]))
     step = max(step, grid.rows_a_piece) if grid is not None else step
-    tests = [_Plain(form)] if not is_packed else [_Coarse()] if grid is None else [_Packed(grid, own) for own in (True, False)]
+    tests = [_plain(form)] if not is_packed else [_coarse] if grid is None else [_packed(grid, own) for own in (True, False)]
+    tallies = [_Tally(test) for test in tests]
     error = size = 0.0
     for start in range(0, base.shape[0], step):
         rows = slice(start, min(start + step, base.shape[0]))
@@ -259,10 +258,10 @@ def module_weight(
         bound = _bound(w, d, terms[rows].double() if terms is not None else None, "bfloat16" if is_packed else form)
         if is_packed:
             error, size = error + float((m - w - d).square().sum()), size + float((w + d).square().sum())
-        for test in tests:
-            test.add(w + d, m, d, bound, rows)
+        for tally in tallies:
+            tally.add(w + d, m, d, bound, rows)
     # All codes are chosen for one set of scales: the set that explains more of them.
-    best = min(tests, key=lambda test: test.other)
+    best = min(tallies, key=lambda tally: tally.other)
     beyond = best.beyond
     if is_packed and not error <= PACKED_ERROR**2 * size:
         beyond = base.numel()
@@ -275,69 +274,60 @@ def _bound(w: Tensor, d: Tensor, terms: Tensor | None, form: str) -> Tensor:
     return steps + (TERM_SHARE * d.abs() + NORM_SHARE * w.abs() if terms is None else TERM_SHARE * terms)
 
 
-class _Test:
-    """Sums over the chunks of one weight. beyond: values outside the bound. other: values that differ from the expected
-    ones."""
+class _Tally:
+    """Sums over the chunks of one weight, by one test. beyond: values outside the bound. other: values other than expected."""
 
-    def __init__(self) -> None:
-        self.sums, self.beyond, self.other = Sums(), 0, 0
+    def __init__(self, test: Test) -> None:
+        self.test, self.sums, self.beyond, self.other = test, Sums(), 0, 0
 
     def add(self, exact: Tensor, m: Tensor, d: Tensor, bound: Tensor, rows: slice) -> None:
-        raise NotImplementedError
-
-    def _count(self, off: Tensor, d: Tensor, fault: Tensor, beyond: Tensor) -> None:
+        off, fault, beyond = self.test(exact, m, d, bound, rows)
         x, y = off * d, fault * d
         self.sums += Sums(*(float(v.sum()) for v in (x, x * x, d * d, y, y * y)))
         self.beyond += int(beyond.sum())
         self.other += int((off != 0).sum())
 
 
-class _Plain(_Test):
-    """The test against the exact values, rounded once to the file's dtype."""
+def _plain(form: str) -> Test:
+    """Return the test against the exact values, rounded once to the file's dtype."""
+    kind = getattr(torch, form)
 
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.kind = getattr(torch, form)
+    def test(exact: Tensor, m: Tensor, d: Tensor, bound: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        expected = rounded_once(exact, kind)
+        return m - expected, rounded_once(exact + SCALE_FAULT * d, kind) - expected, ~((m - exact).abs() <= bound)
 
-    def add(self, exact: Tensor, m: Tensor, d: Tensor, bound: Tensor, rows: slice) -> None:
-        expected = rounded_once(exact, self.kind)
-        fault = rounded_once(exact + SCALE_FAULT * d, self.kind) - expected
-        self._count(m - expected, d, fault, ~((m - exact).abs() <= bound))
+    return test
 
 
-class _Coarse(_Test):
-    """The test against the exact values, within the noise of packing."""
-
-    def add(self, exact: Tensor, m: Tensor, d: Tensor, bound: Tensor, rows: slice) -> None:
-        self._count(m - exact, d, SCALE_FAULT * d + (m - exact), torch.zeros(()))
+def _coarse(exact: Tensor, m: Tensor, d: Tensor, bound: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Test against the exact values, within the noise of packing."""
+    return m - exact, SCALE_FAULT * d + (m - exact), torch.zeros(())
 
 
-class _Packed(_Test):
-    """The test against the packed levels of the exact values. own: codes are chosen for the scales in the file."""
+def _packed(grid: Grid, own: bool) -> Test:
+    """Return the test against the packed levels of the exact values. own: codes are chosen for the scales in the file."""
 
-    def __init__(self, grid: Grid, own: bool) -> None:
-        super().__init__()
-        self.grid, self.own = grid, own
-
-    def add(self, exact: Tensor, m: Tensor, d: Tensor, bound: Tensor, rows: slice) -> None:
-        grid, scale = self.grid, self.grid.scale_of(rows.start, rows.stop)
+    def test(exact: Tensor, m: Tensor, d: Tensor, bound: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        scale = grid.scale_of(rows.start, rows.stop)
 
         def packed(values: Tensor) -> Tensor:
             rounded = grid.rounded(values)
-            return grid.nearest(rounded, scale if self.own else grid.largest_of(rounded)) * scale
+            return grid.nearest(rounded, scale if own else grid.largest_of(rounded)) * scale
 
         expected = packed(exact)
         # The values of the file are a product in float32.
         off = torch.where((m - expected).abs() <= SAME_VALUE * scale.abs(), torch.zeros_like(m), m - expected)
         ends = [exact - bound, exact + bound]
         largest = [grid.largest_of((exact.abs() + sign * bound).clamp_min(0)) for sign in (-1, 1)]
-        reached = torch.stack([grid.nearest(end, one) * scale for end in ends for one in ([scale] if self.own else largest)])
+        reached = torch.stack([grid.nearest(end, one) * scale for end in ends for one in ([scale] if own else largest)])
         slack = SAME_VALUE * scale.abs()
         beyond = ~((m >= reached.amin(0) - slack) & (m <= reached.amax(0) + slack))
-        if not self.own:  # codes alone do not show a block that is all too large
+        if not own:  # codes alone do not show a block that is all too large
             packing = grid.scale_error + slack
             beyond |= ~((scale >= largest[0] - packing) & (scale <= largest[1] + packing))
-        self._count(off, d, packed(exact + SCALE_FAULT * d) - expected, beyond)
+        return off, packed(exact + SCALE_FAULT * d) - expected, beyond
+
+    return test
 
 
 def saved_weight(path: str, saved: Tensor, merged: Tensor, form: str) -> ModuleWeight:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 FALSE_ALARM_RATE = 1e-4
 DRAWS = 8
@@ -23,10 +23,6 @@ class Limits:
     mean_abs: float
     max_abs: float
     kl_mean: float
-
-    def to_json(self) -> dict[str, float]:
-        """Return the limits as JSON-ready values."""
-        return asdict(self)
 
 
 def limits(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal
@@ -149,7 +149,7 @@ class NoiseFloor:
             "max_abs": _plain(self.max_abs), "mean_abs": _plain(self.mean_abs), "kl_max": _plain(self.kl_max),
             "orders": list(self.orders), "skipped": list(self.skipped), "pairs": len(self.pairs),
             "largest": _largest(self.pairs), "is_measured": self.is_measured,
-            "limits": {prompt: limit.to_json() for prompt, limit in self.limits.items()},
+            "limits": {prompt: asdict(limit) for prompt, limit in self.limits.items()},
             "false_alarm_rate": criterion.FALSE_ALARM_RATE, "margin": criterion.MARGIN,
             "draws": sum(pair.kind == DRAW for pair in self.pairs),
         }  # fmt: skip

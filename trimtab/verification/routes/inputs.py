@@ -56,20 +56,32 @@ def prepare(model: Path, dtype: str, prompts: Sequence[Prompt], out: Path) -> li
     Errors: RequestError that lists all prompts that the model's processor refuses; CheckpointError if the folder has no
     processor for them.
     """
+    asked = [
+        (one.id, list(one.token_ids) or one.text, [one.image] if one.image else [], [one.audio] if one.audio else [])
+        for one in prompts
+    ]
+    return write(WithoutWeights(model, dtype), asked, out)  # the routes' plans are made for these prompts
+
+
+def write(
+    stand_in: WithoutWeights, asked: Sequence[tuple[str, Any, list[str], list[str]]], out: Path,
+    check: Callable[[Any], None] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Do the same for (id, question, images, audio clips). check: raises RequestError for inputs that are too long."""
     from trimtab.engine.chat import prompt as chat
 
-    stand_in = WithoutWeights(model, dtype)  # the routes' plans are made for these prompts
     rows, problems = [], []
-    for place, prompt in enumerate(prompts):
+    for place, (name, question, images, audios) in enumerate(asked):
         try:
-            images, audios = ([medium] if medium else [] for medium in (prompt.image, prompt.audio))
-            inputs = chat.prepare(stand_in, list(prompt.token_ids) or prompt.text, images=images, audios=audios)
+            inputs = chat.prepare(stand_in, question, images=images, audios=audios)
+            if check is not None:
+                check(inputs)
         except RequestError as exc:
-            problems.append(f"{prompt.id}: {exc}")
+            problems.append(f"{name}: {exc}")
             continue
         file = file_of(out, place)
         save_file({name: tensor.contiguous() for name, tensor in inputs.tensors.items()}, str(file))
-        rows.append({"id": prompt.id, "file": str(file), "prompt_tokens": inputs.prompt_tokens, "has_media": inputs.has_media})
+        rows.append({"id": name, "file": str(file), "prompt_tokens": inputs.prompt_tokens, "has_media": inputs.has_media})
     if problems:
         raise RequestError("\n  - ".join([f"{len(problems)} refused", *problems]), field="prompts")
     return rows

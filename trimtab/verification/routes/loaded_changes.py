@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -49,10 +49,6 @@ class OtherChange:
         of = f"{self.module_path}: {100 * self.share:.4g} % of the change of {self.adapter} is present"
         return of if self.rest <= LEAST_REST else f"{of}, with other changes of {self.rest:.2g} times its norm"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the row as JSON-ready values."""
-        return {"adapter": self.adapter, "module_path": self.module_path, "share": self.share, "rest": self.rest}
-
 
 @dataclass(frozen=True)
 class LoadedChanges:
@@ -63,7 +59,7 @@ class LoadedChanges:
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as JSON-ready values."""
-        return {"modules": self.modules, "wrong": [row.to_json() for row in self.wrong]}
+        return asdict(self)
 
 
 Changes = Mapping[str, Mapping[str, Sketch]]

@@ -7,7 +7,7 @@ import math
 import random
 import struct
 import wave
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,39 +68,39 @@ def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
         raise request_refusal("prompts", path, exc) from exc
     except UnicodeDecodeError as exc:
         raise RequestError("is not UTF-8 text", field="prompts", value=str(path)) from exc
-    problems: list[str] = []
-    prompts: list[Prompt] = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            prompt, wrong = _read_line(line, file.parent)
-            problems += [f"line {number}: {problem}" for problem in wrong]
-            if prompt is not None:
-                prompts.append(prompt)
-    problems += _doubles(prompts)
-    if not prompts and not problems:
-        problems.append("holds no prompt")
-    _refuse(problems, str(path))
-    return tuple(prompts)
+    read = ((f"line {number}", *_read_line(line, file.parent)) for number, line in enumerate(lines, 1) if line.strip())
+    return _collected(read, str(path))
 
 
 def checked(prompts: Sequence[Prompt | Mapping[str, Any] | str]) -> tuple[Prompt, ...]:
     """Return prompts given in Python: Prompts, mappings with the keys of a line, or texts (named p1, p2, ...)."""
-    problems: list[str] = []
-    kept: list[Prompt] = []
-    for number, given in enumerate(prompts, 1):
+
+    def read(number: int, given: Prompt | Mapping[str, Any] | str) -> tuple[Prompt | None, list[str]]:
         if isinstance(given, Prompt):
-            kept.append(given)
-            continue
-        values = {"id": f"p{number}", "text": given} if isinstance(given, str) else given
-        prompt, wrong = _read_values(values, Path.cwd())
-        problems += [f"prompt {number}: {problem}" for problem in wrong]
-        if prompt is not None:
-            kept.append(prompt)
-    problems += _doubles(kept)
-    if not kept and not problems:
-        problems.append("holds no prompt")
-    _refuse(problems, None)
-    return tuple(kept)
+            return given, []
+        return _read_values({"id": f"p{number}", "text": given} if isinstance(given, str) else given, Path.cwd())
+
+    return _collected(((f"prompt {number}", *read(number, given)) for number, given in enumerate(prompts, 1)), None)
+
+
+def given_prompts(prompts: str | Path | Sequence[Prompt | Mapping[str, Any] | str] | None) -> tuple[Prompt, ...] | None:
+    """Return the prompts of a file or of a call, None for neither."""
+    if prompts is None:
+        return None
+    return read_prompts(prompts) if isinstance(prompts, (str, Path)) else checked(prompts)
+
+
+def _collected(read: Iterable[tuple[str, Prompt | None, list[str]]], value: str | None) -> tuple[Prompt, ...]:
+    """Return the prompts that were read. Errors: RequestError with every problem. read: (where, prompt, its problems)."""
+    prompts: list[Prompt] = []
+    problems: list[str] = []
+    for where, prompt, wrong in read:
+        problems += [f"{where}: {problem}" for problem in wrong]
+        prompts += [] if prompt is None else [prompt]
+    ids = [prompt.id for prompt in prompts]
+    problems += [f"id {name!r} is used {ids.count(name)} times" for name in dict.fromkeys(ids) if ids.count(name) > 1]
+    _refuse(problems if prompts or problems else ["holds no prompt"], value)
+    return tuple(prompts)
 
 
 def check_modalities(prompts: Sequence[Prompt], config: Mapping[str, Any]) -> None:
@@ -177,11 +177,6 @@ def _read_values(values: Mapping[str, Any], folder: Path) -> tuple[Prompt | None
     return Prompt(values["id"], values.get("text"), **paths, token_ids=tuple(ids), expected=expected), []
 
 
-def _doubles(prompts: Sequence[Prompt]) -> list[str]:
-    ids = [prompt.id for prompt in prompts]
-    return [f"id {name!r} is used {ids.count(name)} times" for name in dict.fromkeys(ids) if ids.count(name) > 1]
-
-
 def _refuse(problems: Sequence[str], value: str | None) -> None:
     if problems:
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
@@ -191,13 +186,14 @@ def _refuse(problems: Sequence[str], value: str | None) -> None:
 def _token_prompts(config: Mapping[str, Any]) -> tuple[Prompt, ...]:
     text = config.get("text_config") or config
     size = int(text.get("vocab_size") or 256)
-    prompts = []
-    for number, name in enumerate(TEXTS):
-        # The first ids are special ones; the last ids of a multimodal vocabulary are placeholders of images and audio.
-        draw = random.Random(number)
-        low, high = min(8, size // 4), max(size // 4 + 1, size * 3 // 4)
-        prompts.append(Prompt(name, token_ids=tuple(draw.randrange(low, high) for _ in range(TOKEN_COUNT))))
-    return tuple(prompts)
+    return tuple(Prompt(name, token_ids=tuple(random_tokens(size, TOKEN_COUNT, seed))) for seed, name in enumerate(TEXTS))
+
+
+def random_tokens(vocabulary: int, count: int, seed: int) -> list[int]:
+    """Return token ids that represent ordinary text in a vocabulary of this size."""
+    # The first ids are special ones; the last ids of a multimodal vocabulary are placeholders of images and audio.
+    draw, low, high = random.Random(seed), min(8, vocabulary // 4), max(vocabulary // 4 + 1, vocabulary * 3 // 4)
+    return [draw.randrange(low, high) for _ in range(count)]
 
 
 def _draw_picture(file: Path) -> Path:

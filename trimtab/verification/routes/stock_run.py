@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
 import time
 import traceback
 import warnings
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 
 from trimtab.bridge.row_scales import wrong_scales
+from trimtab.machine.memory import peak_host_bytes
 from trimtab.process import phases
 from trimtab.process.packages import stack_versions, version_of
 from trimtab.request import MADE_EXPERTS
@@ -54,18 +53,18 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
              "versions": stack_versions(), "changes": stock_changes(model), "wrong_scales": wrong_scales(model)}
         )  # fmt: skip
         tokenizer = read_tokenizer(route["folder"])
-        answers: list[list[int]] = []
-        for place, item in enumerate(request["items"]):
-            phases.begin("prompt", phases.far_text(place + 1, len(request["items"])))
+
+        def answer(place: int, item: Mapping[str, Any], given: list[int] | None) -> list[int]:
             with using(model, item["adapter"], bool(route["adapters"])):
-                line = run_item(model, tokenizer, place, item, forced.wanted(item, answers), request)
-            answers.append(line["continuation"])
+                line = run_item(model, tokenizer, place, item, given, request)
             emit({"event": "item", "place": place, **line})
-        count = request["noise_items"] if request["noise"] else 0
-        for place, (item, continuation) in enumerate(list(zip(request["items"], answers, strict=True))[:count], 1):
-            phases.begin("measuring noise, prompt", phases.far_text(place, count))
+            return list(line["continuation"])
+
+        def measure(place: int, item: Mapping[str, Any], continuation: list[int]) -> None:
             with using(model, item["adapter"], bool(route["adapters"])):
                 emit({"event": "noise", **noise_of(model, item, continuation)})
+
+        forced.answer_and_measure(request["items"], request, answer, measure)
 
 
 def bound_attention() -> None:
@@ -172,23 +171,9 @@ def greedy(model: Any, inputs: Mapping[str, torch.Tensor], count: int) -> list[i
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Return the peaks so far: of the device's tensors and, if the system reports it, of this process."""
+    """Return the peaks so far: of the device's tensors and of this process."""
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return {"gpu_peak_bytes": int(peak), "host_peak_bytes": host_peak_bytes()}
-
-
-def host_peak_bytes() -> int:
-    """Return the largest resident size of this process so far, 0 if the standard library cannot read it."""
-    status = Path("/proc/self/status")
-    if status.is_file():  # not ru_maxrss there: a child process inherits its parent's peak
-        match = re.search(r"^VmHWM:\s+(\d+)", status.read_text(encoding="utf-8"), re.MULTILINE)
-        return int(match.group(1)) * 1024 if match else 0
-    try:
-        import resource
-    except ImportError:
-        return 0
-    peak = int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    return peak if sys.platform == "darwin" else peak * 1024
+    return {"gpu_peak_bytes": int(peak), "host_peak_bytes": peak_host_bytes()}
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trimtab.process import phases
 from trimtab.verification.routes.alarm_rate import DRAWS
 from trimtab.verification.routes.compare import Noise, drawn_noise, noise_between
 
@@ -63,6 +64,26 @@ def wanted(item: Mapping[str, Any], answers: Sequence[Sequence[int]]) -> list[in
     if item.get("follows") is not None:
         return list(answers[item["follows"]])
     return None if item.get("continuation") is None else list(item["continuation"])
+
+
+def answer_and_measure(
+    items: Sequence[Mapping[str, Any]], request: Mapping[str, Any],
+    answer: Callable[[int, Mapping[str, Any], list[int] | None], list[int]],
+    measure: Callable[[int, Mapping[str, Any], list[int]], None],
+) -> None:  # fmt: skip
+    """Answer every item of a route's request, then measure the noise of the first ones, as many as it requests.
+
+    answer: gets place, item and the wanted tokens, and returns the item's continuation. The noise is last: its larger batches must
+    not count in the reported memory of the route.
+    """
+    answers: list[list[int]] = []
+    for place, item in enumerate(items):
+        phases.begin("prompt", phases.far_text(place + 1, len(items)))
+        answers.append(answer(place, item, wanted(item, answers)))
+    count = request["noise_items"] if request["noise"] else 0
+    for place, (item, continuation) in enumerate(list(zip(items, answers, strict=True))[:count]):
+        phases.begin("measuring noise, prompt", phases.far_text(place + 1, count))
+        measure(place, item, continuation)
 
 
 def forget_request(hf_model: Any) -> None:

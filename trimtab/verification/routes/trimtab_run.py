@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,8 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
         if request.get("batched"):
             _run_batched(model, items, request, emit)
             return
-        answers: list[list[int]] = []
-        for place, item in enumerate(items):
-            phases.begin("prompt", phases.far_text(place + 1, len(items)))
-            answers.append(_run_item(model, place, item, forced.wanted(item, answers), request, emit))
-        # Last, because the larger batches must not count in the reported memory of the route.
-        count = request["noise_items"] if request["noise"] else 0
-        for place, (item, continuation) in enumerate(list(zip(items, answers, strict=True))[:count]):
-            phases.begin("measuring noise, prompt", phases.far_text(place + 1, count))
-            _emit_noise(model, place, item, continuation, request, emit)
+        work = model, request, emit
+        forced.answer_and_measure(items, request, partial(_run_item, *work), partial(_emit_noise, *work))
 
 
 def own_changes(model: Any) -> dict[str, dict[str, list[float]]]:
@@ -90,7 +84,7 @@ def _tally(plan: Plan) -> dict[str, int]:
 
 
 def _run_item(
-    model: Any, place: int, item: Mapping[str, Any], given: Sequence[int] | None, request: Mapping[str, Any], emit: Emit
+    model: Any, request: Mapping[str, Any], emit: Emit, place: int, item: Mapping[str, Any], given: Sequence[int] | None
 ) -> list[int]:  # fmt: skip
     """Answer one item, write its logits, and return their continuation."""
     inputs = forced.read_inputs(item["file"], model.device)
@@ -157,7 +151,7 @@ def using(model: Any, adapter: str | None) -> Iterator[None]:
 
 
 def _emit_noise(
-    model: Any, place: int, item: Mapping[str, Any], continuation: Sequence[int], request: Mapping[str, Any], emit: Emit
+    model: Any, request: Mapping[str, Any], emit: Emit, place: int, item: Mapping[str, Any], continuation: Sequence[int]
 ) -> None:  # fmt: skip
     whole = forced.extended(forced.read_inputs(item["file"], model.device), continuation)
     with using(model, item["adapter"]):

@@ -226,18 +226,14 @@ def _ollama_url(host: str) -> str:
 
 
 def _own_prompts(prompts: Any, send_prompts: bool) -> tuple[Prompt, ...] | None:
-    if prompts is None:
-        if send_prompts:
-            raise RequestError("has no effect without prompts", field="send_prompts")
-        return None
-    if not send_prompts:
+    if prompts is None and send_prompts:
+        raise RequestError("has no effect without prompts", field="send_prompts")
+    if prompts is not None and not send_prompts:
         raise RequestError(
             "your own prompts would be sent to the server", field="prompts", value=str(prompts)[:200],
             hint="Pass send_prompts if they may leave this machine",
         )  # fmt: skip
-    if isinstance(prompts, (str, Path)):
-        return asked_prompts.read_prompts(prompts)
-    return asked_prompts.checked(prompts)
+    return asked_prompts.given_prompts(prompts)
 
 
 def _adapter_name(adapters: Mapping[str, Any], adapter: str | None) -> str:
