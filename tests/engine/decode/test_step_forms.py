@@ -26,7 +26,7 @@ def prompts(monkeypatch):
     plan = SimpleNamespace(request=SimpleNamespace(batch_invariant=False))
     store = SimpleNamespace(serials={"a": 7}, reads_on_host=lambda: False)
     made.model = SimpleNamespace(plan=plan, adapter_store=store)
-    monkeypatch.setattr(PrefillRunner, "_most_graphs", lambda self: 2)
+    monkeypatch.setattr(PrefillRunner, "_most_graphs", 2)
     return made
 
 

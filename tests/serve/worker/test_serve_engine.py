@@ -190,8 +190,7 @@ def test_prompts_are_cut_only_where_there_is_room_for_the_graphs(engine, monkeyp
     monkeypatch.setattr(prompts, "sizes", (128, 512))
     monkeypatch.setattr(prompts, "captures", True)
     for room, sizes in ((5, (512,)), (24, (128, 512))):
-        monkeypatch.setattr(prompts, "_most_graphs", lambda room=room: room)
-        vars(prompts).pop("_has_cut_graphs", None)  # it is asked once
+        monkeypatch.setattr(prompts, "_most_graphs", room)
         assert engine.chunk_sizes == sizes
 
 

@@ -324,7 +324,7 @@ class PrefillRunner:
         if not at_once and (not self.captures or reads_experts(self)):
             return False
         self._forget_unloaded()  # graphs of unloaded adapters must not take the place of others
-        oldest = next(iter(self._graphs), None) if len(self._graphs) >= self._most_graphs() else None
+        oldest = next(iter(self._graphs), None) if len(self._graphs) >= self._most_graphs else None
         return at_once or self.model.plan.request.batch_invariant or self._uses.pays(key, oldest)
 
     def _has_room(self) -> bool:
@@ -441,7 +441,7 @@ class PrefillRunner:
         )  # fmt: skip
         policy = Policy(
             self.model, "a prompt", failed=self._end_captures, forget=self.drop_graphs if self.room is None else self.room.release,
-            may_capture=partial(self._may_capture, at_once=at_once), has_room=self._has_room, most=self._most_graphs,
+            may_capture=partial(self._may_capture, at_once=at_once), has_room=self._has_room, most=lambda: self._most_graphs,
             capturing=self._capturing, streamer=self.model.streamer, frees=True,
         )  # fmt: skip
         made = self._graphs.run(key, body, Inputs(stage, partial(self.batch.cache.rings, rows)), policy)
@@ -469,8 +469,9 @@ class PrefillRunner:
         serials = {None, *self.model.adapter_store.serials.values()}
         self._graphs.drop(lambda _, one: one.serial not in serials)
 
+    @cached_property
     def _most_graphs(self) -> int:
-        """Return how many graphs are kept: those that the plan counts, and those that fit in the bytes that it left over."""
+        """How many graphs are kept: those that the plan counts, and those that fit in the bytes that it left over."""
         planned = self.model.plan.execution.prompt
         if self.sizes != planned.chunks or not self.sizes:
             return MOST_GRAPHS
@@ -481,15 +482,11 @@ class PrefillRunner:
     @property
     def may_be_cut(self) -> bool:
         """Whether graphs of prompts that are cut into other chunks than the largest have room."""
-        return not self.captures or self._has_cut_graphs
-
-    @cached_property
-    def _has_cut_graphs(self) -> bool:
-        return self._most_graphs() >= len(self.sizes) + CUT_GRAPHS
+        return not self.captures or self._most_graphs >= len(self.sizes) + CUT_GRAPHS
 
     def has_room_for(self, graphs: int, spare_bytes: int) -> bool:
         """Whether there is room for this many graphs beyond those of cut prompts, with this many bytes left over."""
-        return self._most_graphs() >= len(self.sizes) + CUT_GRAPHS + graphs and self.left_bytes() >= spare_bytes
+        return self._most_graphs >= len(self.sizes) + CUT_GRAPHS + graphs and self.left_bytes() >= spare_bytes
 
     def _stage(self, form: Form, piece: Piece) -> None:
         if not self.staged_tables:
