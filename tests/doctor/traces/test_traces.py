@@ -20,9 +20,8 @@ from trimtab.doctor.facts.bug import Affected, Bug
 from trimtab.doctor.preflight.findings import find_bug
 from trimtab.doctor.probes.runner import read_catalogue
 from trimtab.doctor.traces.answer import UNKNOWN, classify, diagnose, diagnosis_document
-from trimtab.doctor.traces.likeness import MOST_LISTED, index_of, reported_as, tokens
+from trimtab.doctor.traces.likeness import MOST_LISTED, REPORTED, index_of, reported_as, tokens
 from trimtab.doctor.traces.reading import MOST_BYTES, MOST_LINE_CHARS, MOST_LINES, read_paste
-from trimtab.doctor.traces.reported import REPORTED
 from trimtab.doctor.traces.signatures import plain_message
 from trimtab.report.render import Lines
 

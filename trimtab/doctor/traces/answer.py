@@ -233,7 +233,7 @@ def _answer(finding: Finding, paste: Paste) -> Answer:
     bug = known_bugs().get(signature.catalogue)
     return Answer(
         label=signature.label, meaning=signature.meaning, confidence=finding.confidence, rests_on=finding.rests_on, bug=bug,
-        bucket=_bucket(signature.label), owner=", ".join(bug.owner) if bug else signature.owner,
+        bucket=_bucket(signature.label), owner=", ".join(bug.owner) if bug else "",
         trackers=tuple(sorted(known_trackers(bug), key=lambda one: not one.may_be_open)), fix=_fix(bug, paste.versions),
         way_round=bug.way_round if bug else _OOM_WAY_ROUND if signature.label == "OOM_GPU" else "",
         ask=_ask(finding, bug, paste.versions), **facts,
