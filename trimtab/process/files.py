@@ -19,7 +19,7 @@ UNREAD_BYTE = 2**31 - 2
 def read_sections(path: Path) -> dict[str, dict[str, str]]:
     """Return section -> name -> text of an .ini file of the package; a text goes on in indented lines.
 
-    `%(name)s` stands for a text of the section DEFAULT, which the result omits. Names are in lower case.
+    `%(name)s` represents a text of the section DEFAULT, which the result omits. Names are in lower case.
     """
     from configparser import ConfigParser
 
