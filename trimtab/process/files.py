@@ -1,4 +1,4 @@
-"""How is a file or a folder written as a whole, and a table of texts beside the code read?"""
+"""How is a file or a folder written as a whole, and how is a table of texts of the package read?"""
 
 from __future__ import annotations
 
