@@ -22,6 +22,7 @@ from bench.checkpoints import config_of, empty_model
 from tests import ROOT, stock
 from tests.adapter_files import pair
 from tests.adapter_files import write_adapter as write_by_hand
+from tests.doctor.preflight.test_preflight import sized
 from trimtab.doctor.preflight import peft_dispatch
 from trimtab.doctor.preflight import second_plan as preflight_second
 from trimtab.doctor.preflight.adapter import AdapterReading, read_adapter_for
@@ -74,18 +75,14 @@ def question(name: str, quant: str, free: dict) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _Torch(types.ModuleType):
+def device(value: Any) -> Any:
+    return types.SimpleNamespace(type="cuda") if isinstance(value, int) else torch.device(value)
+
+
+def four_gpus() -> Any:
     """torch with four GPUs of which only the number is known: what accelerate asks when it plans."""
-
-    def __init__(self) -> None:
-        super().__init__("torch")
-        self.cuda = types.SimpleNamespace(device_count=lambda: 4, is_available=lambda: False)
-
-    def device(self, value: Any) -> Any:
-        return types.SimpleNamespace(type="cuda") if isinstance(value, int) else torch.device(value)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+    cuda = types.SimpleNamespace(device_count=lambda: 4, is_available=lambda: False)
+    return types.SimpleNamespace(**{**vars(torch), "cuda": cuda, "device": device})
 
 
 def real_plan(model: Any, free: dict, monkeypatch, caplog) -> tuple[dict, dict, dict[str, float]]:
@@ -94,7 +91,7 @@ def real_plan(model: Any, free: dict, monkeypatch, caplog) -> tuple[dict, dict, 
     no_split = list(model._no_split_modules)
     caplog.clear()
     with monkeypatch.context() as patched, caplog.at_level(logging.INFO, logger="accelerate.utils.modeling"):
-        patched.setattr(accelerate_modeling, "torch", _Torch())
+        patched.setattr(accelerate_modeling, "torch", four_gpus())
         patched.setattr(
             accelerate_modeling, "get_max_memory", lambda given=None: dict(free) if given is None else get_max_memory(given)
         )
@@ -225,11 +222,7 @@ def test_bytes_on_the_device_are_those_of_the_loaded_model():
 
 @pytest.fixture(scope="module")
 def e4b(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("e4b")
-    config = config_of("e4b")
-    config.architectures, config.dtype = ["Gemma4ForConditionalGeneration"], torch.bfloat16
-    config.save_pretrained(folder)
-    return folder
+    return sized("e4b", tmp_path_factory.mktemp("sizes"))
 
 
 TABLE_BYTES = 262144 * 42 * 256 * 2
