@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,78 +35,30 @@ class Change:
     confirmed: bool | None = None
 
 
-def find_changes(
-    versions: Sequence[str], label_of: Callable[[str], Label | None], upcoming: Callable[[list[str]], None] | None = None
-) -> tuple[Change, ...]:
+def find_changes(versions: Sequence[str], label_of: Callable[[str], Label | None]) -> tuple[Change, ...]:
     """Return the changes of the label along the versions, with few evaluations.
 
-    label_of: None for a version that cannot be run; called at most once per version. upcoming: called with the versions that may be
-    next. The result has the changes that the search finds; if there is only one change, the result is exactly that one. The range
-    is halved if the labels at its ends differ; both halves are searched if a third label appears. If the labels at both ends are
-    equal, only the middle is tested: a change that is undone between two tested releases is not found.
+    label_of: None for a version that cannot be run; called at most once per version. The result has the changes that the search
+    finds; if there is only one change, the result is exactly that one. The range is halved if the labels at its ends differ; both
+    halves are searched if a third label appears. If the labels at both ends are equal, only the middle is tested: a change that is
+    undone between two tested releases is not found.
     """
-    search = _Search(versions, label_of, upcoming or (lambda found: None))
-    return tuple(search.changes())
+    label = cache(lambda at: label_of(versions[at]))
 
+    def changes(low: int, high: int) -> list[Change]:
+        """Return the changes between two runnable versions; a half with equal labels at its ends is not searched."""
+        inside = sorted(range(low + 1, high), key=lambda at: abs(at - (low + high) // 2))
+        middle = next((at for at in inside if label(at) is not None), None)
+        if middle is not None:
+            return [one for a, b in ((low, middle), (middle, high)) if label(a) != label(b) for one in changes(a, b)]
+        before, after = label(low), label(high)
+        differ = before and after and before != after
+        return [Change(versions[low], versions[high], before, after, tuple(versions[low + 1 : high]))] if differ else []
 
-@dataclass
-class _Search:
-    versions: Sequence[str]
-    label_of: Callable[[str], Label | None]
-    upcoming: Callable[[list[str]], None]
-    labels: dict[int, Label | None] = field(default_factory=dict)
-
-    def label(self, at: int) -> Label | None:
-        if at not in self.labels:
-            self.labels[at] = self.label_of(self.versions[at])
-        return self.labels[at]
-
-    def changes(self) -> Iterator[Change]:
-        last = len(self.versions) - 1
-        if last < 1:
-            return
-        self._announce([0, last, last // 2])
-        low = next((at for at in range(last + 1) if self.label(at) is not None), None)
-        high = next((at for at in range(last, -1, -1) if self.label(at) is not None), None)
-        if low is None or high is None or low >= high:
-            return
-        if self.label(low) != self.label(high):
-            yield from self._narrow(low, high)
-            return
-        middle = self._between(low, high)
-        if middle is not None and self.label(middle) != self.label(low):
-            yield from self._narrow(low, middle)
-            yield from self._narrow(middle, high)
-
-    def _narrow(self, low: int, high: int) -> Iterator[Change]:
-        """Yield the changes between two versions of different labels."""
-        while (middle := self._between(low, high)) is not None:
-            if self.label(middle) == self.label(low):
-                low = middle
-            elif self.label(middle) == self.label(high):
-                high = middle
-            else:
-                yield from self._narrow(low, middle)
-                yield from self._narrow(middle, high)
-                return
-        before, after = self.label(low), self.label(high)
-        assert before is not None and after is not None
-        yield Change(
-            self.versions[low], self.versions[high], before, after, tuple(self.versions[low + 1 : high])
-        )  # fmt: skip
-
-    def _between(self, low: int, high: int) -> int | None:
-        """Return the runnable version nearest to the middle, strictly between, None if there is none."""
-        middle = (low + high) // 2
-        inside = sorted(range(low + 1, high), key=lambda at: abs(at - middle))
-        if inside and middle not in self.labels:
-            self._announce([middle, (low + middle) // 2, (middle + high) // 2])
-        return next((at for at in inside if self.label(at) is not None), None)
-
-    def _announce(self, places: list[int]) -> None:
-        upcoming = [self.versions[at] for at in dict.fromkeys(places) if at not in self.labels]
-        if upcoming:
-            self.upcoming(upcoming)
+    places = range(len(versions))
+    low = next((at for at in places if label(at) is not None), None)
+    high = next((at for at in reversed(places) if label(at) is not None), None)
+    return () if low is None or high is None else tuple(changes(low, high))
 
 
 FORMAT = 1
@@ -316,7 +269,7 @@ class _Bisecting:
         changes: tuple[Change, ...] = ()
         stopped = False
         try:
-            changes = find_changes(versions, self._label, lambda wanted: self.environments.download(package, wanted))
+            changes = find_changes(versions, self._label)
             changes = tuple(self._confirmed(change) if confirm else change for change in changes)
         except KeyboardInterrupt:
             stopped = True
@@ -372,9 +325,7 @@ class _Bisecting:
             again.append(second_label == label)
             note = "" if second_label == label else f"a second run gave {second_label}"
             self.rows[version] = Row(version, label, note, runs=2)
-        return Change(
-            change.before, change.after, change.label_before, change.label_after, change.between, all(again)
-        )  # fmt: skip
+        return replace(change, confirmed=all(again))
 
 
 def _seen(versions: Sequence[str], rows: Mapping[str, Row]) -> tuple[Change, ...]:
