@@ -412,8 +412,8 @@ def test_report_says_versions_memory_model_map_and_adapter(environment):
         environment, model=str(demo / "base"), adapter=str(demo / "adapters" / "style"),
         device_map={"model.vision_tower": "cpu", "": 0},
     )  # fmt: skip
-    assert "torch 2.8.0 (built for CUDA 12.9)" in text and "peft 0.19.1" in text and "\naccelerate" not in text
-    assert "GPU 0: NVIDIA GeForce RTX 3060, 3.00 GiB free of 12.00 GiB" in text
+    assert "- torch: is built for CUDA 12.9" in text and "| peft | 0.19.1 |" in text and "| accelerate | not installed |" in text
+    assert "- GPU 0: NVIDIA GeForce RTX 3060, compute capability 8.6, 3.00 GiB free of 12.00 GiB" in text
     assert "model_type: gemma4" in text and '"model.vision_tower": "cpu"' in text and 'a "" key: yes' in text
     assert "\nr: 8" in text and "language_model" in text and "\nprint(model.hf_device_map), before" in text
 
