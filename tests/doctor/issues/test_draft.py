@@ -22,8 +22,8 @@ from trimtab.doctor.issues import draft
 from trimtab.doctor.issues import run as draft_run
 from trimtab.doctor.issues.claims import CLAIMS, NOT_TESTED, REFUTED, WIDER, decide_claims
 from trimtab.doctor.issues.issue import Recorded
+from trimtab.doctor.issues.markdown import TEMPLATES, script
 from trimtab.doctor.issues.owner import came_back, fixed_here, owner_of
-from trimtab.doctor.issues.scripts import TEMPLATES, script
 from trimtab.errors import RequestError
 from trimtab.process.redact import check_clean, clean
 from trimtab.report.render import cell, fence, inline, plain

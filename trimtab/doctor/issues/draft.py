@@ -25,9 +25,9 @@ from trimtab.doctor.facts.evidence import (
 from trimtab.doctor.issues import run as draft_run
 from trimtab.doctor.issues.claims import Decision, decide_claims, keys_without_module
 from trimtab.doctor.issues.issue import Draft
+from trimtab.doctor.issues.markdown import script
 from trimtab.doctor.issues.not_to_file import Withheld, not_to_file
 from trimtab.doctor.issues.owner import fixed_here, owner_of
-from trimtab.doctor.issues.scripts import script
 from trimtab.doctor.traces.answer import known_bugs
 from trimtab.errors import RequestError
 from trimtab.process.files import whole_folder
