@@ -202,6 +202,7 @@ def test_every_draft_has_what_a_maintainer_asks_for(matrix, name):
     ("cpu_newest", "quant-state-meta-item", "R03_SPLIT_4BIT_DOUBLE_QUANT", "R05_ALL_GPU_4BIT_DOUBLE_QUANT"),
     ("cpu_newest", "quant-state-meta-copy", "R03_SPLIT_4BIT", "R05_ALL_GPU_4BIT"),
     ("cpu_oldest", "shared-kv-states", "SPLIT_4BIT_ADAPTER_SAME_MAP", "R05_ALL_GPU_4BIT"),
+    ("cpu_newest", "embed-tokens-offload", "EMBED_TOKENS_OFFLOADED", "R05_ALL_GPU_4BIT"),  # before that of an automatic map
 ])  # fmt: skip
 def test_a_draft_leads_with_the_pair_of_cases_that_was_recorded_for_it(matrix, name, failing, passing):
     draft = drafts_of(matrix)[name]
