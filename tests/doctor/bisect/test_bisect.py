@@ -23,7 +23,6 @@ from trimtab.doctor.bisect.bisect import (
     bisect,
     bisect_each,
     bisection_document,
-    check_range,
     find_changes,
     label_of,
     parse_range,
@@ -185,19 +184,16 @@ def test_range_is_read():
     assert parse_range("huggingface-hub = 1.0 .. 2.0").package == "huggingface_hub"
 
 
-@pytest.mark.parametrize("text", ["", "peft", "peft=1.0", "peft 1.0..2.0", "=1..2", "peft=..", "peft=1..", "peft=a..b"])
-def test_other_text_is_refused(text):
+@pytest.mark.parametrize(
+    "text", ["", "peft", "peft=1.0", "peft 1.0..2.0", "=1..2", "peft=..", "peft=1..", "peft=a..b", "peft=1..1.0", "peft=2..1"]
+)
+def test_other_text_and_an_empty_range_are_refused(text):
     assert refused(parse_range, text).field == "bisect"
 
 
 def test_unknown_package_is_refused_with_near_names():
     assert refused(parse_range, "tranformers=1.0..2.0").near[0] == "transformers"
     assert refused(parse_range, "numpy=1.0..2.0").allowed == PACKAGES
-
-
-@pytest.mark.parametrize("versions", [("2.0", "1.0"), ("1.0", "1.0"), ("1.0", "1.0.0")])
-def test_empty_range_is_refused(versions):
-    assert "empty" in str(refused(lambda: check_range(Range("peft", *versions))))
 
 
 def test_releases_of_a_range_include_both_ends():
@@ -237,33 +233,23 @@ def test_release_that_cannot_be_installed_is_said_and_skipped(tmp_path):
     assert "index.example" not in json.dumps(found.to_json())
 
 
-def test_end_that_cannot_be_installed_moves_inwards(tmp_path):
-    found = run(tmp_path, Case(labels("FAIL FAIL FAIL PASS PASS PASS")), Index(broken=["1.6.0", "1.10.0"]))
-    assert found.first == "1.9.0"
+@pytest.mark.parametrize("text, broken, changed, is_monotone", [
+    ("FAIL FAIL FAIL PASS PASS PASS", ("1.6.0", "1.10.0"), ["1.9.0"], True),  # the ends move inwards
+    ("FAIL REFUSED FAIL PASS PASS PASS", (), ["1.9.0"], True), ("A B B C C C", (), ["1.7.0", "1.9.0"], False),
+    ("FAIL FAIL FAIL PASS PASS PASS", ORDER, [], True),
+])  # fmt: skip
+def test_releases_that_cannot_run_are_skipped_and_each_change_is_said(tmp_path, text, broken, changed, is_monotone):
+    found = run(tmp_path, Case(labels(text)), Index(broken=broken))
+    assert ([one.after for one in found.changes], found.is_monotone) == (changed, is_monotone)
+    assert found.first == (changed[0] if changed else None)
+    assert {row.version for row in found.rows if row.label is None} <= {*broken, "1.7.0"}
+    said = Lines().show(bisection_document(found))
+    assert ("changed more than once" in said) != is_monotone and ("no change was seen" in said) != bool(changed)
 
 
-def test_interpreter_that_the_case_refuses_is_skipped(tmp_path):
-    found = run(tmp_path, Case(labels("FAIL REFUSED FAIL PASS PASS PASS")))
-    assert found.first == "1.9.0"
+def test_interpreter_that_the_case_refuses_is_noted(tmp_path):
     found = run(tmp_path, Case(labels("FAIL FAIL REFUSED PASS PASS PASS")))
     assert next(row for row in found.rows if row.version == "1.8.0").note.startswith("cannot be run")
-
-
-def test_nothing_can_be_installed_finds_nothing(tmp_path):
-    found = run(tmp_path, Case({}), Index(broken=ORDER))
-    assert found.changes == () and found.first is None
-    assert all(row.label is None for row in found.rows) and len(found.rows) == 6
-    assert "no change was seen" in Lines().show(bisection_document(found))
-
-
-def test_a_label_that_comes_and_goes_is_said(tmp_path):
-    found = run(tmp_path, Case(labels("FAIL FAIL PASS FAIL PASS PASS")))
-    assert found.changes
-    if not found.is_monotone:
-        assert "changed more than once" in Lines().show(bisection_document(found))
-    apart = run(tmp_path, Case(labels("A B B C C C")))
-    assert not apart.is_monotone and "changed more than once" in Lines().show(bisection_document(apart))
-    assert [change.after for change in apart.changes] == ["1.7.0", "1.9.0"]
 
 
 def test_ctrl_c_keeps_what_was_done(tmp_path):
@@ -293,21 +279,13 @@ def test_a_second_run_that_differs_is_said(tmp_path):
     assert found.changes[0].confirmed is False and "a second run gave PASS" in Lines().show(bisection_document(found))
 
 
-def test_two_packages_one_after_the_other(tmp_path, monkeypatch):
-    case = Case(labels("FAIL FAIL FAIL PASS PASS PASS"))
-    environments = made_by(Index(), tmp_path)
-    found = bisect_each(
-        [Range("peft", "1.6.0", "1.8.0"), Range("peft", "1.8.0", "1.9.0")], case="R03", run_case=case,
-        environments=environments,
-    )  # fmt: skip
-    assert [one.first for one in found] == [None, "1.9.0"]
-
-
-def test_a_stopped_search_stops_the_next_ones(tmp_path):
-    case = Case(labels("STOP FAIL FAIL PASS PASS PASS"))
+@pytest.mark.parametrize(
+    "text, firsts", [("FAIL FAIL FAIL PASS PASS PASS", [None, "1.9.0"]), ("STOP FAIL FAIL PASS PASS PASS", [None])]
+)
+def test_several_ranges_are_searched_one_after_the_other_until_one_is_stopped(tmp_path, text, firsts):
     ranges = [Range("peft", "1.6.0", "1.8.0"), Range("peft", "1.8.0", "1.9.0")]
-    found = bisect_each(ranges, case="R03", run_case=case, environments=made_by(Index(), tmp_path))
-    assert len(found) == 1 and found[0].stopped
+    found = bisect_each(ranges, case="R03", run_case=Case(labels(text)), environments=made_by(Index(), tmp_path))
+    assert [one.first for one in found] == firsts and found[-1].stopped == (len(firsts) == 1)
 
 
 def test_catalogue_ids_run_their_probe(tmp_path, monkeypatch):
