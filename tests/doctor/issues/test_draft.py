@@ -727,18 +727,9 @@ def test_a_draft_that_would_still_hold_one_is_refused(monkeypatch):
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def catalogue(monkeypatch):
-    monkeypatch.setattr(draft, "known_bugs", lambda: BUGS)
-
-
-def written(folder, **options):
-    return draft.write_drafts(folder, the_runs(), ENVIRONMENT, run_script=reproduce, **options)
-
-
-def test_a_folder_of_drafts(tmp_path, catalogue):
+def test_a_folder_of_drafts(tmp_path):
     said = []
-    made = written(tmp_path / "a" / "out", say=said.append)
+    made = make(say=said.append).written_to(tmp_path / "a" / "out")
     folder = tmp_path / "a" / "out"
     assert made.folder == folder
     assert sorted(file.name for file in folder.iterdir()) == [
@@ -752,33 +743,34 @@ def test_a_folder_of_drafts(tmp_path, catalogue):
     assert "2 drafts in" in draft.drafts_document(made).title
 
 
-def test_an_empty_folder_is_used_and_a_full_one_refused(tmp_path, catalogue):
+def test_an_empty_folder_is_used_and_a_full_one_refused(tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
-    written(folder)
-    error = refused(written, folder)
+    made = make()
+    made.written_to(folder)
+    error = refused(made.written_to, folder)
     assert (error.field, error.value) == ("drafts", str(folder))
     (folder / "peft-old.md").write_text("an old one")
-    written(folder, overwrite=True)
+    made.written_to(folder, overwrite=True)
     assert not (folder / "peft-old.md").exists() and (folder / "NOT_TO_FILE.md").exists()
     (folder / "thesis.docx").write_text("dear")
     with pytest.raises(RequestError, match=r"thesis\.docx"):
-        written(folder, overwrite=True)
+        made.written_to(folder, overwrite=True)
     assert (folder / "thesis.docx").read_text() == "dear"
 
 
-def test_a_folder_that_drafts_did_not_make_is_never_replaced(tmp_path, catalogue):
+def test_a_folder_that_drafts_did_not_make_is_never_replaced(tmp_path):
     (tmp_path / "notes.md").write_text("mine")
     with pytest.raises(RequestError, match=r"notes\.md"):
-        written(tmp_path, overwrite=True)
+        make().written_to(tmp_path, overwrite=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError, match="is a file"):
-        written(tmp_path / "file")
+        make().written_to(tmp_path / "file")
 
 
-def test_nothing_is_left_behind_when_writing_fails(tmp_path, catalogue, monkeypatch):
+def test_nothing_is_left_behind_when_writing_fails(tmp_path, monkeypatch):
     folder = tmp_path / "out"
-    write_text, done = Path.write_text, []
+    made, write_text, done = make(), Path.write_text, []
 
     def full(self, *args, **options):
         done.append(self)
@@ -788,7 +780,7 @@ def test_nothing_is_left_behind_when_writing_fails(tmp_path, catalogue, monkeypa
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(RequestError, match="cannot be written"):
-        written(folder)
+        made.written_to(folder)
     assert list(tmp_path.iterdir()) == []
 
 

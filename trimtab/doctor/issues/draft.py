@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,13 @@ NO_FAILURE = ("PASS", "PASS_NOT_COMPARED", "NOT_APPLICABLE", "REFUSED_BY_NAME")
 
 @dataclass(frozen=True)
 class Drafts:
-    """The written drafts. folder: None if nothing was written."""
+    """The drafts. folder: where they were written, None if nothing was."""
 
-    folder: Path | None
     drafts: tuple[Draft, ...]
     withheld: tuple[Withheld, ...]
     decisions: tuple[Decision, ...]
     not_to_file: str
+    folder: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -61,31 +61,19 @@ class Drafts:
             "claims": [decision.to_json() for decision in self.decisions], "not_to_file": self.not_to_file,
         }  # fmt: skip
 
+    def written_to(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Drafts:
+        """Write one Markdown file per failure and NOT_TO_FILE.md, whole or not at all; return the drafts with their folder.
 
-def write_drafts(
-    folder: str | os.PathLike[str],
-    runs: Sequence[Mapping[str, Any]],
-    environment: Any,
-    *,
-    verdicts: Sequence[Any] = (),
-    python: str | os.PathLike[str] | None = None,
-    run_script: RunScript | None = None,
-    overwrite: bool = False,
-    say: Callable[[str], None] | None = None,
-) -> Drafts:
-    """Write one Markdown file per failure and NOT_TO_FILE.md; return them. The folder appears whole or not at all.
-
-    runs: records of the matrix, of one or more interpreters. environment: an Environment or its JSON. verdicts: of the
-    catalogue's probes in the runs' interpreter. python: the
-    interpreter of the runs, in which the reproducers are run. overwrite: replace earlier drafts.
-    Errors: RequestError for a folder with other content, for no runs, or for an invalid record.
-    """
-    target = Path(folder)
-    check_folder(target, overwrite=overwrite)
-    new = make_drafts(runs, environment, verdicts=verdicts, python=python, run_script=run_script, say=say)
-    texts = {draft.file_name: draft.markdown() for draft in new.drafts} | {NOT_TO_FILE: new.not_to_file}
-    _write_folder(target, texts, overwrite=overwrite)
-    return replace(new, folder=target)
+        overwrite: replace earlier drafts. Errors: RequestError for a folder with other content.
+        """
+        target = Path(folder)
+        check_folder(target, overwrite=overwrite)
+        texts = {draft.file_name: draft.markdown() for draft in self.drafts} | {NOT_TO_FILE: self.not_to_file}
+        with whole_folder(target, field="drafts", overwrite=True) as partial:
+            for name, text in texts.items():
+                (partial / name).write_text(text, encoding="utf-8", newline="\n")
+            check_folder(target, overwrite=overwrite)
+        return replace(self, folder=target)
 
 
 def make_drafts(
@@ -98,7 +86,12 @@ def make_drafts(
     bugs: Mapping[str, Bug] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Drafts:
-    """Return the drafts without writing them; arguments as for `write_drafts`. bugs: by id, None for the catalogue."""
+    """Return the drafts that the runs support.
+
+    runs: records of the matrix, of one or more interpreters. environment: an Environment or its JSON. verdicts: of the catalogue's
+    probes in the runs' interpreter. python: the interpreter of the runs, in which the reproducers are run. bugs: by id, None for
+    the catalogue. Errors: RequestError for no runs, or for an invalid record.
+    """
     if not runs:
         raise RequestError("drafts require recorded runs", field="runs")
     evidence = evidence_of(runs)
@@ -113,20 +106,20 @@ def make_drafts(
     decisions = decide_claims(evidence)
     text = not_to_file(drafts, withheld, decisions, keys_without_module([run for run in evidence if run.is_stock]), evidence)
     check_clean(text, what=NOT_TO_FILE)
-    return Drafts(None, drafts, withheld, decisions, text)
+    return Drafts(drafts, withheld, decisions, text)
 
 
+@dataclass
 class _Maker:
     """Sorts the failing runs into buckets and makes of each a draft, or a reason why there is none."""
 
-    def __init__(
-        self, runs: tuple[Run, ...], bugs: Mapping[str, Bug], reproduce: RunScript, probed: tuple[Probed, ...],
-        machine: Machine, say: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        self.runs, self.bugs, self.reproduce, self.probed, self.machine, self.say = (
-            runs, bugs, reproduce, probed, machine, say,
-        )  # fmt: skip
-        self.withheld: list[Withheld] = []
+    runs: tuple[Run, ...]
+    bugs: Mapping[str, Bug]
+    reproduce: RunScript
+    probed: tuple[Probed, ...]
+    machine: Machine
+    say: Callable[[str], None]
+    withheld: list[Withheld] = field(default_factory=list)
 
     def make(self) -> tuple[tuple[Draft, ...], tuple[Withheld, ...]]:
         drafts = [self._draft(bucket, runs) for bucket, runs in self._buckets()]
@@ -273,13 +266,6 @@ def check_folder(folder: Path, *, overwrite: bool = False) -> None:
         raise RequestError(
             f"the folder contains other files than drafts ({', '.join(foreign[:3])})", field="drafts", value=str(folder)
         )
-
-
-def _write_folder(target: Path, texts: Mapping[str, str], *, overwrite: bool) -> None:
-    with whole_folder(target, field="drafts", overwrite=True) as partial:
-        for name, text in texts.items():
-            (partial / name).write_text(text, encoding="utf-8", newline="\n")
-        check_folder(target, overwrite=overwrite)
 
 
 def drafts_document(drafts: Drafts) -> Document:
