@@ -52,8 +52,9 @@ def find_changes(versions: Sequence[str], label_of: Callable[[str], Label | None
         if middle is not None:
             return [one for a, b in ((low, middle), (middle, high)) if label(a) != label(b) for one in changes(a, b)]
         before, after = label(low), label(high)
-        differ = before and after and before != after
-        return [Change(versions[low], versions[high], before, after, tuple(versions[low + 1 : high]))] if differ else []
+        if before is None or after is None or before == after:
+            return []
+        return [Change(versions[low], versions[high], before, after, tuple(versions[low + 1 : high]))]
 
     places = range(len(versions))
     low = next((at for at in places if label(at) is not None), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,16 +53,18 @@ class Match:
 
 
 MESSAGE_CHARS = 20_000
-SIGNATURES = tuple(
-    Signature(
-        **{field: text.replace("\n", "") for field, text in values.items()} | {
-            "label": name.partition(" ")[0], "stages": tuple(filter(None, values.get("stages", "").split(", "))),
-            "innermost": "innermost" in values, "beside_frames": "beside_frames" in values,
-        }
-    ) for name, values in read_sections(Path(__file__).with_suffix(".ini")).items()
-)  # fmt: skip
 
 
+def _signature(name: str, values: Mapping[str, str]) -> Signature:
+    """Return the signature of a section."""
+    texts = {field: text.replace("\n", "") for field, text in values.items()}
+    return Signature(
+        label=name.partition(" ")[0], stages=tuple(filter(None, texts.pop("stages", "").split(", "))),
+        innermost=bool(texts.pop("innermost", "")), beside_frames=bool(texts.pop("beside_frames", "")), **texts,
+    )  # fmt: skip
+
+
+SIGNATURES = tuple(_signature(*section) for section in read_sections(Path(__file__).with_suffix(".ini")).items())
 _QUOTE = re.compile('["`´′″‘’‚‛“”„‟‹›«»＂＇]')
 
 
