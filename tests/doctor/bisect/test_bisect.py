@@ -19,7 +19,6 @@ from trimtab.doctor.bisect.bisect import (
     Bisection,
     Change,
     Range,
-    Row,
     bisect,
     bisect_each,
     bisection_document,
@@ -85,7 +84,7 @@ BASE = Base(Path(sys.executable), {"torch": "2.13.0+cpu", "transformers": "5.6.2
 
 
 def made_by(index: Index, folder: Path, **options) -> Environments:
-    return Environments(BASE, options.pop("others", {}), None, folder, runner=index, **options)
+    return Environments(BASE, options.pop("others", {}), folder, runner=index, **options)
 
 
 class Case:
@@ -110,7 +109,7 @@ def labels(text: str) -> dict[str, str]:
 
 
 def run(tmp_path: Path, case: Case, index: Index | None = None, *, low: str = "1.6.0", high: str = "1.10.0", **options):
-    environments = made_by(index or Index(), tmp_path / "kept", **options.pop("environment", {}))
+    environments = made_by(index or Index(), tmp_path / "kept")
     return bisect("peft", low, high, case="R03", run_case=case, environments=environments, **options)
 
 
@@ -253,10 +252,8 @@ def test_interpreter_that_the_case_refuses_is_noted(tmp_path):
 
 
 def test_ctrl_c_keeps_what_was_done(tmp_path):
-    rows: list[Row] = []
-    found = run(tmp_path, Case(labels("FAIL FAIL STOP PASS PASS PASS")), on_row=rows.append)
+    found = run(tmp_path, Case(labels("FAIL FAIL STOP PASS PASS PASS")))
     assert found.stopped
-    assert [row.version for row in rows] == [row.version for row in sorted(found.rows, key=lambda row: rows.index(row))]
     assert {row.version for row in found.rows} == {"1.6.0", "1.10.0"} and found.changes[0].between == ORDER[1:-1]
     assert "stopped early" in Lines().show(bisection_document(found)) and "not tried yet" in Lines().show(bisection_document(found))
 
@@ -345,16 +342,6 @@ def test_pins_are_the_bases_the_given_ones_and_the_version(tmp_path):
     assert not any("://" in word for word in install), "no address unless one is given"
 
 
-def test_given_index_is_passed_on(tmp_path):
-    index = Index()
-    environments = Environments(BASE, {}, "https://index.example/simple", tmp_path, runner=index)
-    environments.releases("peft")
-    environments.python_for("peft", "1.8.0")
-    for command in index.commands:
-        if "index" in command or "install" in command:
-            assert command[-2:] == ["--index-url", "https://index.example/simple"]
-
-
 def test_environment_sees_the_packages_of_its_base_behind_its_own(tmp_path):
     python = made_by(Index(), tmp_path).python_for("peft", "1.8.0")
     text = (python.parents[1] / "packages" / "base-packages.pth").read_text()
@@ -393,14 +380,6 @@ def test_environment_that_is_not_as_asked_is_no_environment(tmp_path):
     assert "transformers is 5.9.0" in str(error)
 
 
-def test_environments_are_dropped_unless_kept(tmp_path):
-    folder = tmp_path / "kept"
-    run(tmp_path, Case(labels("FAIL FAIL FAIL PASS PASS PASS")), environment={"keep": False})
-    assert not list(folder.glob("peft-*"))
-    run(tmp_path, Case(labels("FAIL FAIL FAIL PASS PASS PASS")))
-    assert list(folder.glob("peft-*"))
-
-
 def test_without_the_index_kept_environments_are_searched(tmp_path):
     case = Case(labels("FAIL FAIL FAIL PASS PASS PASS"))
     run(tmp_path, case)
@@ -415,7 +394,7 @@ def test_without_index_and_environments_it_is_refused(tmp_path):
 
 
 def test_interpreter_without_pip_is_told(tmp_path):
-    environments = Environments(BASE, {}, None, tmp_path, runner=lambda command, timeout_s: (1, "No module named pip"))
+    environments = Environments(BASE, {}, tmp_path, runner=lambda command, timeout_s: (1, "No module named pip"))
     assert refused(environments.releases, "peft").hint == "python -m ensurepip"
 
 
@@ -449,7 +428,7 @@ def test_a_real_environment_imports_the_bases_torch(tmp_path):
 
     base = Base.read(None)
     own = Base(base.python, {"peft": base.versions["peft"]}, base.folders, base.identity)
-    environments = Environments(own, {}, None, tmp_path, runner=without_pip)
+    environments = Environments(own, {}, tmp_path, runner=without_pip)
     python = environments.python_for("peft", base.versions["peft"])
     code, output = run_command(
         [str(python), "-c", "import importlib.util, sys; print(sys.prefix, importlib.util.find_spec('torch').origin)"], 60

@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.names import near_names
-from trimtab.doctor.bisect.environments import PACKAGES, Base, Environments, InstallError, Say, bisect_folder, sorted_versions
+from trimtab.doctor.bisect.environments import PACKAGES, Base, Environments, InstallError, Say, sorted_versions
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.process.redact import scrubbed
 from trimtab.report.document import Document, Items, Table
@@ -184,18 +184,16 @@ def _distance(one: Version, other: Version) -> tuple[int, ...]:
 
 def bisect(
     package: str, low: str, high: str, *, case: str, others: Mapping[str, str] | None = None,
-    python: str | os.PathLike[str] | None = None, index: str | None = None, say: Say | None = None,
-    model: str | Path | None = None, adapter: str | Path | None = None, run_case: Run | None = None,
-    folder: Path | None = None, keep: bool = True, confirm: bool = False, environments: Environments | None = None,
-    on_row: Callable[[Row], None] | None = None,
+    python: str | os.PathLike[str] | None = None, say: Say | None = None, model: str | Path | None = None,
+    adapter: str | Path | None = None, run_case: Run | None = None, confirm: bool = False,
+    environments: Environments | None = None,
 ) -> Bisection:  # fmt: skip
     """Return the releases of a package between which the case's label changes.
 
-    case: of the matrix, or the id of a catalogue entry, whose probe then runs. others: package -> version for all
-    environments; all others are the versions of `python` (None: this interpreter). model, adapter: None is the bundled
-    demo. run_case: (interpreter, case name) -> record. folder: of the environments. keep: leave them there. confirm:
-    run both sides of every change once more. on_row: called after each release. Ctrl-C ends the search; the results so
-    far are returned, with stopped=True.
+    case: of the matrix, or the id of a catalogue entry, whose probe then runs. others: package -> version for all environments; all
+    others are the versions of `python` (None: this interpreter). model, adapter: None is the bundled demo. run_case: (interpreter,
+    case name) -> record. confirm: run both sides of every change once more. Ctrl-C ends the search; the results so far are
+    returned, with stopped=True.
     Errors: RequestError for an unknown package, release or case, an empty range, and an unreachable index without kept
     environments. CheckpointError, AdapterError for folders that are not a model or an adapter.
     """
@@ -208,10 +206,8 @@ def bisect(
     if run_case is None:
         run_case = runner_for(case, model, adapter)
     if environments is None:
-        environments = Environments(
-            Base.read(python), dict(others or {}), index, folder or bisect_folder(), keep, say or (lambda text: None)
-        )
-    return _Bisecting(checked, case, environments, run_case, say or (lambda text: None), on_row).run(confirm)
+        environments = Environments(Base.read(python), dict(others or {}), say=say or (lambda text: None))
+    return _Bisecting(checked, case, environments, run_case, say or (lambda text: None)).run(confirm)
 
 
 def bisect_each(ranges: Sequence[Range], *, case: str, **options: Any) -> tuple[Bisection, ...]:
@@ -260,7 +256,6 @@ class _Bisecting:
     environments: Environments
     run_case: Run
     say: Say
-    on_row: Callable[[Row], None] | None
     rows: dict[str, Row] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -307,16 +302,12 @@ class _Bisecting:
         except TrimtabError as exc:  # with this version, not even the model or the prompt can be made
             self._keep(Row(version, None, f"cannot be run: {scrubbed(str(exc))}"))
             return None
-        finally:
-            self.environments.drop(package, version)
         self._keep(Row(version, label, runs=1))
         return label
 
     def _keep(self, row: Row) -> None:
         self.rows[row.version] = row
         self.say(f"{self.asked.package} {row.version}: {row.label or row.note}")
-        if self.on_row is not None:
-            self.on_row(row)
 
     def _confirmed(self, change: Change) -> Change:
         again = []

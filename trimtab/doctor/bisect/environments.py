@@ -80,17 +80,14 @@ class Base:
 class Environments:
     """Makes interpreters and keeps them.
 
-    others: package -> version in every environment (all others as in the base). index: of pip, None for the configured one. keep:
-    leave them on disk. runner: runs one command, (command, seconds) -> (exit code, output). Each imports the packages of its base
-    interpreter (a .pth file adds their folders after its own), so torch is not installed again. The other packages are pinned. pip
-    is the user's, and no index is named; only wheels are used.
+    others: package -> version in every environment (all others as in the base). runner: runs one command, (command, seconds) ->
+    (exit code, output). Each imports the packages of its base interpreter (a .pth file adds their folders after its own), so torch
+    is not installed again. The other packages are pinned. pip is the user's, and no index is named; only wheels are used.
     """
 
     base: Base
     others: Mapping[str, str] = field(default_factory=dict)
-    index: str | None = None
     folder: Path = field(default_factory=bisect_folder)
-    keep: bool = True
     say: Say = lambda text: None
     runner: Callable[[Sequence[str], float], tuple[int, str]] = field(default_factory=lambda: run_command)
 
@@ -99,7 +96,7 @@ class Environments:
 
         Errors: RequestError if pip is missing, InstallError if the index is unreachable or has no such package.
         """
-        code, output = self.runner([*self._pip(), "index", "versions", package, *self._index()], 120.0)
+        code, output = self.runner([*self._pip(), "index", "versions", package], 120.0)
         listed = re.search(r"^Available versions: (.+)$", output, re.MULTILINE)
         if code != 0 or listed is None:
             if "No module named pip" in output:
@@ -141,11 +138,6 @@ class Environments:
         self.say(f"{package} {version}: ready after {time.monotonic() - started:.0f} s")
         return python
 
-    def drop(self, package: str, version: str) -> None:
-        """Delete one environment unless they are kept."""
-        if not self.keep:
-            shutil.rmtree(self._home(package, version), ignore_errors=True)
-
     # Making an environment --------------------------------------------------------------------------------------------
 
     def _make(self, home: Path, python: Path, package: str, version: str) -> None:
@@ -154,7 +146,7 @@ class Environments:
         self._run([str(self.base.python), "-m", "venv", "--without-pip", str(home)], "venv")
         self._link(python)
         requirements = [f"{name}=={pinned}" for name, pinned in pins.items()]
-        self._run([*self._pip(), "--python", str(python), "install", *OPTIONS, *requirements, *self._index()], "pip")
+        self._run([*self._pip(), "--python", str(python), "install", *OPTIONS, *requirements], "pip")
         installed = self._installed(python, pins)
         wrong = [f"{name} is {installed.get(name, 'missing')}" for name in pins if installed.get(name) != pins[name]]
         if wrong:
@@ -184,9 +176,6 @@ class Environments:
 
     def _pip(self) -> list[str]:
         return [str(self.base.python), "-m", "pip"]
-
-    def _index(self) -> list[str]:
-        return [] if self.index is None else ["--index-url", self.index]
 
     def _home(self, package: str, version: str) -> Path:
         text = json.dumps([self.base.identity, sorted(self.pins(package, version).items())])
