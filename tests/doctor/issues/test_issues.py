@@ -123,7 +123,7 @@ def drafts_of(matrix):
     runs, output = matrix_of(matrix), "works: it\nTraceback (most recent call last):\nRuntimeError: it\n"
 
     def taken(text, bucket, run, came):
-        return Shown(text, output, 1, 3.0, run.versions), ""
+        return Shown(text, output, 1, 3.0, run.versions)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "show", taken)

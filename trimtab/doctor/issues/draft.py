@@ -119,16 +119,21 @@ class _Maker:
     probed: tuple[Probed, ...]
     machine: Machine
     say: Callable[[str], None]
-    withheld: list[Withheld] = field(default_factory=list)
+    withheld: dict[tuple[str, str], tuple[Run, ...]] = field(default_factory=dict)
 
     def make(self) -> tuple[tuple[Draft, ...], tuple[Withheld, ...]]:
-        drafts = [self._draft(bucket, runs) for bucket, runs in self._buckets()]
+        drafts = []
+        for bucket, runs in self._buckets():
+            made = self._draft(bucket, runs)
+            if isinstance(made, Draft):
+                drafts.append(made)
+            else:
+                self._withhold(bucket.name, made, runs)
         for run in self.runs:
             if run.is_stock and run.passed and str(run.record.get("lane") or "").endswith("_DIVERGES"):
                 self._withhold(str(run.record["lane"]).lower().replace("_", "-"), LANE_WITHHELD, (run,))
-        kept = [draft for draft in drafts if draft is not None]
-        order = {state: place for place, state in enumerate(STATES)}
-        return tuple(sorted(kept, key=lambda draft: (order[draft.state], draft.file_name))), tuple(self.withheld)
+        drafts.sort(key=lambda draft: (list(STATES).index(draft.state), draft.file_name))
+        return tuple(drafts), tuple(Withheld(*key, runs) for key, runs in self.withheld.items())
 
     def _buckets(self) -> list[tuple[Bucket, tuple[Run, ...]]]:
         failing = [run for run in self.runs if run.is_stock and not run.passed and run.label not in NO_FAILURE]
@@ -179,27 +184,21 @@ class _Maker:
         )  # fmt: skip
 
     def _withhold(self, name: str, reason: str, runs: tuple[Run, ...]) -> None:
-        for place, one in enumerate(self.withheld):
-            if (one.name, one.reason) == (name, reason):
-                self.withheld[place] = replace(one, runs=(*one.runs, *runs))
-                return
-        self.withheld.append(Withheld(name, reason, runs))
+        self.withheld[name, reason] = (*self.withheld.get((name, reason), ()), *runs)
 
-    def _draft(self, bucket: Bucket, failing: tuple[Run, ...]) -> Draft | None:
+    def _draft(self, bucket: Bucket, failing: tuple[Run, ...]) -> Draft | str:
+        """Return the draft of a bucket, or why there is none."""
         first = failing[0]
         text = script(bucket.script) if bucket.script else clean(str(first.record.get("script") or ""))
         if not text.strip():
-            self._withhold(bucket.name, "the runs hold no reproducer", failing)
-            return None
+            return "the runs hold no reproducer"
         if not self.machine.has(first.versions):
-            self._withhold(bucket.name, "recorded under other versions than this environment's: make its draft there", failing)
-            return None
+            return "recorded under other versions than this environment's: make its draft there"
         self.say(f"{bucket.name}: running its reproducer")
-        shown, reason = show(text, bucket, first, self.reproduce(text))
-        if shown is None:
-            self.say(f"{bucket.name}: no draft, {reason}")
-            self._withhold(bucket.name, reason, failing)
-            return None
+        shown = show(text, bucket, first, self.reproduce(text))
+        if isinstance(shown, str):
+            self.say(f"{bucket.name}: no draft, {shown}")
+            return shown
         bug = self.bugs.get(bucket.bug)
         passing = self._passing(bucket, first)
         state = FIXED if bug is not None and fixed_here(bug, first) else bucket.state if passing else DEFERRED
@@ -214,29 +213,29 @@ def _why_unknown(run: Run) -> str:
     return "no known signature matches this failure; read its trace and find its cause before filing"
 
 
-def show(text: str, bucket: Bucket, run: Run, result: Mapping[str, Any]) -> tuple[Shown | None, str]:
-    """Return a reproducer's run as evidence, or None and the reason: it must fail as the recorded run failed."""
+def show(text: str, bucket: Bucket, run: Run, result: Mapping[str, Any]) -> Shown | str:
+    """Return a reproducer's run as evidence, or why it is none: it must fail as the recorded run failed."""
     versions = {name: value for name, value in dict(result.get("versions") or {}).items() if name in run.versions}
     differing = [name for name in run.versions if versions.get(name) != run.versions[name]]
     if differing:
-        return None, f"the reproducer ran with other versions than the run ({', '.join(differing)})"
+        return f"the reproducer ran with other versions than the run ({', '.join(differing)})"
     if result.get("ended") not in (None, "done"):
-        return None, f"the reproducer ended as {result['ended']}"
+        return f"the reproducer ended as {result['ended']}"
     output = clean(str(result.get("output") or ""))
     kind, message, files = raised_in(output)
     if not kind:
-        return None, f"the reproducer did not show the failure (exit code {result.get('exit_code')})"
+        return f"the reproducer did not show the failure (exit code {result.get('exit_code')})"
     wanted_type, wanted_message = bucket.shows
     if not re.fullmatch(wanted_type, kind) or not re.search(wanted_message, message):
-        return None, f"the reproducer ended in another failure ({kind}: {message[:80]})"
+        return f"the reproducer ended in another failure ({kind}: {message[:80]})"
     if bucket.script:
         if not re.search(r"^works: ", output, re.M):
-            return None, "the reproducer failed in the case that should work"
+            return "the reproducer failed in the case that should work"
     elif without_numbers(message) != without_numbers(run.message):
-        return None, f"the reproducer ended in another failure ({kind}: {message[:80]})"
+        return f"the reproducer ended in another failure ({kind}: {message[:80]})"
     if run.frames and not bucket.shows[0].startswith("AssertionError") and not _same_place(run, files):
-        return None, "the reproducer failed in another place than the run"
-    return Shown(text, output, int(result.get("exit_code") or 0), float(result.get("seconds") or 0.0), versions), ""
+        return "the reproducer failed in another place than the run"
+    return Shown(text, output, int(result.get("exit_code") or 0), float(result.get("seconds") or 0.0), versions)
 
 
 def _same_place(run: Run, files: tuple[str, ...]) -> bool:
