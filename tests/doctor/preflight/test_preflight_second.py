@@ -22,7 +22,7 @@ from bench.checkpoints import config_of, empty_model
 from tests import ROOT, stock
 from tests.adapter_files import pair
 from tests.adapter_files import write_adapter as write_by_hand
-from tests.doctor.preflight.test_preflight import sized
+from tests.doctor.preflight.test_preflight import sized, write_e4b_adapter
 from trimtab.doctor.preflight import peft_dispatch
 from trimtab.doctor.preflight import second_plan as preflight_second
 from trimtab.doctor.preflight.adapter import AdapterReading, read_adapter_for
@@ -241,10 +241,7 @@ def test_log_line_of_e4b_is_the_table_and_the_first_thing_tried(e4b, tmp_path, m
     monkeypatch.setattr(preflight_second, "run_peft", lambda request, python: plan_of(request))
     device_map = {"model.vision_tower": "cpu", "model.audio_tower": "cpu", "": 0}
     shape = read_shape(e4b, device_map, quant="nf4-dq", dtype="bfloat16")
-    adapter = write_by_hand(
-        tmp_path / "adapter", pair("model.language_model.layers.0.self_attn.q_proj", 2048, 2560, rank=1), r=1, lora_alpha=1,
-        target_modules=r".*language_model\.layers\.0\.self_attn\.q_proj",
-    )  # fmt: skip
+    adapter = write_e4b_adapter(tmp_path / "adapter")
     found = second(e4b, read_adapter_for(adapter, shape), shape, read_map(shape, device_map), 2 * 2**30)
     largest = next(line for line in found.lines if line.text.startswith("less the largest layer"))
     assert TABLE.removeprefix("base_model.model.") in largest.text

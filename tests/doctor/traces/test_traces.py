@@ -17,9 +17,8 @@ from tools import score_traces
 from trimtab.cli import main as cli
 from trimtab.doctor.cases.labels import SIGNATURES
 from trimtab.doctor.facts.bug import Affected, Bug
-from trimtab.doctor.preflight.findings import find_bug
 from trimtab.doctor.probes.runner import read_catalogue
-from trimtab.doctor.traces.answer import UNKNOWN, classify, diagnose, diagnosis_document
+from trimtab.doctor.traces.answer import UNKNOWN, classify, diagnose, diagnosis_document, known_bugs
 from trimtab.doctor.traces.likeness import MOST_LISTED, REPORTED, index_of, reported_as, tokens
 from trimtab.doctor.traces.reading import MOST_BYTES, MOST_LINE_CHARS, MOST_LINES, read_paste
 from trimtab.doctor.traces.signatures import plain_message
@@ -460,8 +459,7 @@ def test_demands_of_the_thread_have_a_test_or_a_reason():
         for name in one["tests"]:
             file, _, test = name.partition("::")
             assert test.startswith("test_") and test in existing[file], name
-    bug = find_bug("B4")
-    assert any("onnxruntime#28188" in tracker for tracker in bug.trackers)
+    assert any("onnxruntime#28188" in tracker for tracker in known_bugs()["B4"].trackers)
 
 
 BARE = "RuntimeError: Tensor.item() cannot be called on meta tensors"

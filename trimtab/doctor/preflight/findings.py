@@ -9,13 +9,12 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from trimtab.doctor.facts.bug import Bug
 from trimtab.doctor.preflight.adapter import AdapterReading
 from trimtab.doctor.preflight.device_map import OFF, MapReading
 from trimtab.doctor.preflight.second_plan import SecondPlan
 from trimtab.doctor.preflight.shape import ModelShape
 from trimtab.doctor.preflight.unquantized import STACKED
-from trimtab.doctor.probes.runner import read_catalogue
+from trimtab.doctor.traces.answer import known_bugs
 from trimtab.errors import gib
 from trimtab.process.files import read_sections
 from trimtab.report.document import counted
@@ -62,17 +61,12 @@ def foresee(facts: Facts) -> tuple[Foreseen, ...]:
 # Versions -------------------------------------------------------------------------------------------------------------
 
 
-def find_bug(bug_id: str) -> Bug | None:
-    """Return the catalogue's entry, None if it has none of this id."""
-    return next((entry.bug for entry in read_catalogue() if entry.bug.id == bug_id), None)
-
-
 def is_met(bug_id: str, versions: Mapping[str, str]) -> bool:
     """Return whether these versions have the bug: none of its packages is too old or fixed.
 
     Missing or unreadable versions are ignored.
     """
-    bug = find_bug(bug_id)
+    bug = known_bugs().get(bug_id)
     for affected in bug.affected if bug is not None else ():
         installed = _version(versions.get(affected.package))
         since, fixed = _version(affected.since), _version(affected.fixed_in)

@@ -14,9 +14,10 @@ from trimtab.doctor.preflight import findings
 from trimtab.doctor.preflight.adapter import AdapterReading, read_adapter_for
 from trimtab.doctor.preflight.answer import TOWERS, Answer, Asking, adapter_name, answer_for
 from trimtab.doctor.preflight.device_map import MapReading, check_map, read_map
-from trimtab.doctor.preflight.findings import Foreseen, find_bug, foresee, is_met
+from trimtab.doctor.preflight.findings import Foreseen, foresee, is_met
 from trimtab.doctor.preflight.second_plan import Device, SecondPlan, arithmetic, second_plan
 from trimtab.doctor.preflight.shape import ModelShape, read_shape
+from trimtab.doctor.traces.answer import known_bugs
 from trimtab.errors import gib
 from trimtab.machine.environment import Environment, read_environment
 from trimtab.planning.request.max_memory import merged_budgets
@@ -233,5 +234,5 @@ def _unquantized(reading: MapReading, quant: str) -> list[tuple[str, str]]:
 
 
 def _way_round(one: Foreseen) -> str:
-    bug = find_bug(one.bug) if one.bug else None
+    bug = known_bugs().get(one.bug)
     return "" if bug is None else f"; workaround: {bug.way_round}"
