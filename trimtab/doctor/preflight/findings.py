@@ -17,7 +17,7 @@ from trimtab.doctor.preflight.unquantized import STACKED
 from trimtab.doctor.traces.answer import known_bugs
 from trimtab.errors import gib
 from trimtab.process.files import read_sections
-from trimtab.report.document import counted
+from trimtab.report.document import counted, some
 
 FAILS, WRONG, WASTES, NOTE = "fails", "wrong", "wastes", "note"
 SEVERITIES = (FAILS, WRONG, WASTES, NOTE)
@@ -102,9 +102,9 @@ def _map_keys(facts: Facts) -> Iterator[Foreseen]:
         yield _foreseen("C6", WRONG if hit.goes_to == "disk" else WASTES, hit=hit, tensors=counted(hit.tensors, "tensor"))
     if device_map.uncovered:
         tensors = counted(len(device_map.uncovered), "tensor")
-        yield _foreseen("- uncovered", tensors=tensors, names=_some(device_map.uncovered))
+        yield _foreseen("- uncovered", tensors=tensors, names=some(device_map.uncovered, SHOWN))
     if device_map.object_keys and "disk" in device_map.devices.values():
-        yield _foreseen("C7", keys=_some(device_map.object_keys))
+        yield _foreseen("C7", keys=some(device_map.object_keys, SHOWN))
     if "" not in device_map.devices or device_map.devices[""] in OFF:
         return
     if device_map.keys_on("disk"):
@@ -163,16 +163,16 @@ def _adapter(facts: Facts) -> Iterator[Foreseen]:
     if adapter.wrappers:
         class_name = facts.shape.anatomy.by_path()[adapter.wrappers[0]].class_name
         wrappers = counted(len(adapter.wrappers), "wrapper")
-        yield _foreseen("D1", wrappers=wrappers, class_name=class_name, names=_some(adapter.wrappers))
+        yield _foreseen("D1", wrappers=wrappers, class_name=class_name, names=some(adapter.wrappers, SHOWN))
     if adapter.problems:
         problems = counted(len(adapter.problems), "problem")
         yield _foreseen("E3 problems", problems=problems, first="; ".join(adapter.problems[:SHOWN]))
     if adapter.dropped:
-        yield _foreseen("E3 dropped", modules=counted(len(adapter.dropped), "module"), names=_some(adapter.dropped))
+        yield _foreseen("E3 dropped", modules=counted(len(adapter.dropped), "module"), names=some(adapter.dropped, SHOWN))
     if adapter.renamed:
         yield _foreseen("E3 renamed", rule=adapter.spec.prefix if adapter.spec is not None else "")
     if adapter.unfilled:
-        yield _foreseen("E1", modules=counted(len(adapter.unfilled), "module"), names=_some(adapter.unfilled))
+        yield _foreseen("E1", modules=counted(len(adapter.unfilled), "module"), names=some(adapter.unfilled, SHOWN))
     if adapter.no_effect:
         yield _foreseen("- no effect", tensors=counted(len(adapter.no_effect), "tensor"))
 
@@ -187,7 +187,7 @@ def _second(facts: Facts) -> Iterator[Foreseen]:
         if facts.is_local:
             yield _foreseen("B6")
     elif second.disk_keys:
-        names, modules = _some(second.disk_keys), counted(len(second.disk_keys), "module")
+        names, modules = some(second.disk_keys, SHOWN), counted(len(second.disk_keys), "module")
         yield _foreseen("B7", modules=modules, names=names, free=gib(second.free_bytes))
         return  # with the folder it would continue to the following failures
     yield from _offloaded(facts, second)
@@ -203,14 +203,10 @@ def _offloaded(facts: Facts, second: SecondPlan) -> Iterator[Foreseen]:
         return
     if not second.offloaded_quantized:
         return
-    linears, names = counted(len(second.offloaded_quantized), "quantized linear"), _some(second.offloaded_quantized)
+    linears, names = counted(len(second.offloaded_quantized), "quantized linear"), some(second.offloaded_quantized, SHOWN)
     yield _foreseen("B2", linears=linears, free=gib(second.free_bytes), total=gib(second.total_bytes))
     four_bit = facts.shape.quant != "int8"
     if is_met("A3", facts.versions):
         yield _foreseen("A3", parameter="Params4bit" if four_bit else "Int8Params", names=names)
     elif four_bit:
         yield _foreseen("A1" if facts.shape.quant == "nf4-dq" else "A2", names=names)
-
-
-def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -23,7 +23,7 @@ from trimtab.machine.environment import Environment, read_environment
 from trimtab.planning.request.max_memory import merged_budgets
 from trimtab.planning.values.blocks import Machine
 from trimtab.planning.values.byte_sizes import Rates
-from trimtab.report.document import Block, Code, Document, Facts, Heading, Table, Text
+from trimtab.report.document import Block, Code, Document, Facts, Heading, Table, Text, some
 from trimtab.request import LoadRequest, parse_bytes
 
 FORMAT = 1
@@ -215,8 +215,7 @@ def _stack(versions: Mapping[str, str]) -> str:
 
 
 def _shown_map(devices: Mapping[str, str]) -> str:
-    shown = [f"{key!r}: {device}" for key, device in list(devices.items())[:8]]
-    return ", ".join(shown) + (f" and {len(devices) - 8} more keys" if len(devices) > 8 else "")
+    return some([f"{key!r}: {device}" for key, device in devices.items()], 8, " keys")
 
 
 def _unquantized(reading: MapReading, quant: str) -> list[tuple[str, str]]:

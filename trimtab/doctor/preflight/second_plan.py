@@ -18,7 +18,7 @@ from trimtab.doctor.preflight.shape import ModelShape
 from trimtab.doctor.preflight.unquantized import stock_bytes
 from trimtab.errors import gib
 from trimtab.process.runner import DONE, Outcome, run_inside
-from trimtab.report.document import Block, Items, Table, Text, counted
+from trimtab.report.document import Block, Items, Table, Text, counted, some
 
 Device = int | str
 ROOT = PEFT_HEAD.rstrip(".")
@@ -213,8 +213,7 @@ def arithmetic(second: SecondPlan) -> list[Block]:
         return [Text(f"No second plan by PEFT: {second.why}")]
     placed = Counter(match.group(1) for match in map(_PUT.match, second.steps) if match)
     texts = [f"{counted(count, 'module')} put on {device}" for device, count in placed.items()]
-    shown = list((second.device_map or {}).items())
-    more = f" and {len(shown) - 8} more keys" if len(shown) > 8 else ""
-    texts += [*second.required_words, f"its map: {', '.join(f'{path!r}: {device!r}' for path, device in shown[:8])}{more}"]
+    shown = [f"{path!r}: {device!r}" for path, device in (second.device_map or {}).items()]
+    texts += [*second.required_words, f"its map: {some(shown, 8, ' keys')}"]
     rows = [(f"{line.bytes:,}", gib(line.bytes), line.text) for line in second.lines]
     return [Text(f"PEFT plans again: {second.why}"), Table(("bytes", "", ""), rows, has_note=True), Items(texts)]
