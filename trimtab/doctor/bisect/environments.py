@@ -47,11 +47,6 @@ class InstallError(Exception):
     """An environment could not be created. The message names the reason, without data of the user."""
 
 
-def bisect_folder() -> Path:
-    """Return the folder of kept environments."""
-    return user_cache_path("trimtab") / "bisect"
-
-
 @dataclass(frozen=True)
 class Base:
     """The base interpreter of environments: they use its packages unless they have their own."""
@@ -87,7 +82,7 @@ class Environments:
 
     base: Base
     others: Mapping[str, str] = field(default_factory=dict)
-    folder: Path = field(default_factory=bisect_folder)
+    folder: Path = field(default_factory=lambda: user_cache_path("trimtab") / "bisect")
     say: Say = lambda text: None
     runner: Callable[[Sequence[str], float], tuple[int, str]] = field(default_factory=lambda: run_command)
 
