@@ -14,6 +14,7 @@ from trimtab.cli import main as cli
 from trimtab.cli.commands.merge_verify import DIFFERS
 from trimtab.cli.main import EXAMPLES
 from trimtab.process import exit_codes, interrupts
+from trimtab.process.files import read_sections
 from trimtab.verification.server.report import EXIT_CANNOT_TELL
 
 DOCS = ROOT / "docs"
@@ -97,12 +98,16 @@ def forbidden_in(source: str) -> set[str]:
     }
 
 
+MESSAGES = ("title", "detail", "meaning", "ask")  # of .ini files
 FILES = sorted({*(ROOT / "trimtab").rglob("*.py")} - {ROOT / "trimtab" / "former_names.py"})  # former words in former names
 
 
-@each("file", FILES, where=lambda file: file.relative_to(ROOT).as_posix())
+@each("file", [*FILES, *sorted((ROOT / "trimtab").rglob("*.ini"))], where=lambda file: file.relative_to(ROOT).as_posix())
 def test_docstrings_comments_and_messages_use_the_fields_words(file):
     source = file.read_text(encoding="utf-8")
+    if file.suffix == ".ini":
+        texts = [text for values in read_sections(file).values() for name, text in values.items() if name in MESSAGES]
+        source = "\n".join([*map(repr, texts), *re.findall(r"^#.*", source, re.M)])
     assert forbidden_in(source) == set() and re.findall(r"^(?: *#.*\n){3,}", source, re.M) == []  # a comment has two lines at most
 
 

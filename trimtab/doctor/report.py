@@ -106,7 +106,7 @@ def _picture(rows: Sequence[tuple[Mapping[str, Any], int]], title: str) -> str:
             shapes.append(text(NAME_WIDTH + width + 6, top + BAR - 2, f"{gib(nbytes)} {engine}"))
             top += BAR + GAP
         top += 2 * GAP
-    return inline_svg(shapes, WIDTH, round(top + GAP), title, more=' xmlns="http://www.w3.org/2000/svg"')
+    return inline_svg(shapes, WIDTH, round(top + GAP), title)
 
 
 # Without one of these no model is loaded.

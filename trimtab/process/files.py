@@ -1,4 +1,4 @@
-"""How is a file or a folder written as a whole?"""
+"""How is a file or a folder written as a whole, and how is a table of texts of the package read?"""
 
 from __future__ import annotations
 
@@ -14,6 +14,19 @@ from trimtab.errors import RequestError
 
 # Windows locks one byte, also against readers: this one, behind the content.
 UNREAD_BYTE = 2**31 - 2
+
+
+def read_sections(path: Path) -> dict[str, dict[str, str]]:
+    """Return section -> name -> text of an .ini file of the package; a text goes on in indented lines.
+
+    `%(name)s` represents a text of the section DEFAULT, which the result omits. Names are in lower case.
+    """
+    from configparser import ConfigParser
+
+    parser = ConfigParser(delimiters=("=",))
+    parser.read_string(path.read_text(encoding="utf-8"), str(path))
+    names = {section: [name for name in parser[section] if name not in parser.defaults()] for section in parser.sections()}
+    return {section: {name: parser[section][name] for name in own} for section, own in names.items()}
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object], *, field: str) -> None:

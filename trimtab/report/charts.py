@@ -99,6 +99,6 @@ def text(left: float, base: float, words: str, *, anchor: str = "start") -> str:
     return f'<text x="{left:.1f}" y="{base:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def inline_svg(parts: Sequence[str], width: int, height: int, label: str, *, more: str = "") -> str:
-    """Return the parts as one SVG element. label: for screen readers. more: further attributes."""
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}"{more}>{"".join(parts)}</svg>'
+def inline_svg(parts: Sequence[str], width: int, height: int, label: str) -> str:
+    """Return the parts as one SVG element. label: for screen readers."""
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'

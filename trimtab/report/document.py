@@ -116,6 +116,12 @@ def yes(value: bool | None) -> str:
     return "-" if value is None else "yes" if value else "no"
 
 
+def some(texts: Sequence[str], most: int, what: str = "") -> str:
+    """Return the first texts, and the number of the others."""
+    more = f" and {len(texts) - most} more{what}" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
+
+
 def counted(count: int, word: str) -> str:
     """Return a number with its word, such as "1 run" or "2 runs"."""
     return f"{count} {word}{'' if count == 1 else 's'}"

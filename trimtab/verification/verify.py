@@ -18,6 +18,7 @@ from trimtab.process import before_torch, phases
 from trimtab.process.packages import STOCK, check_installed, stack_versions
 from trimtab.process.runner import check_python
 from trimtab.process.work_folder import work_folder
+from trimtab.report.document import some
 from trimtab.request import EXPERTS, MADE_EXPERTS, LoadRequest
 from trimtab.verification.comparisons import AGAINST, Case, case_of
 from trimtab.verification.render.report import ParityReport, PromptParity
@@ -325,7 +326,7 @@ def _findings(
     if weights is not None and weights.verdict == compare.DIFFERS:
         findings += _wrong_weights(weights)
     if weights is not None and (names := weights.others.not_compared):
-        findings.append(f"{len(names)} weights were not compared with the base's: {_named(names)}")
+        findings.append(f"{len(names)} weights were not compared with the base's: {some(names, SHOWN_MODULES)}")
     for ran in (reference, subject):
         ids = [answer.id for answer in ran.said if not answer.repeats]
         if ids:
@@ -337,7 +338,7 @@ def _findings(
 
 def _wrong_weights(weights: MergedWeights) -> list[str]:
     rows, others = weights.wrong, weights.others.differing
-    found = [f"no adapter changes them, and they differ from the base's: {_named(others)}"] if others else []
+    found = [f"no adapter changes them, and they differ from the base's: {some(others, SHOWN_MODULES)}"] if others else []
     if not rows:
         return found or [f"{1 + weights.together.off:.4g} of the adapter's change is in the merged weights, over all modules"]
     lines = [
@@ -346,11 +347,6 @@ def _wrong_weights(weights: MergedWeights) -> list[str]:
         for row in rows[:SHOWN_MODULES]
     ]
     return lines + ([f"and {len(rows) - SHOWN_MODULES} more modules"] if len(rows) > SHOWN_MODULES else []) + found
-
-
-def _named(paths: Sequence[str]) -> str:
-    more = len(paths) - SHOWN_MODULES
-    return ", ".join(paths[:SHOWN_MODULES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _with_lanes(

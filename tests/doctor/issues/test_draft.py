@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from tests import ROOT
 from tests.raised import refused
 from trimtab.doctor.cases.labels import LABELS
-from trimtab.doctor.facts.buckets import BUCKETS, STATES, Bucket
+from trimtab.doctor.facts.buckets import BUCKETS, STATES
 from trimtab.doctor.facts.bug import Affected, Bug
 from trimtab.doctor.facts.evidence import Point, Run, Statement, differences, evidence_of, nearest_pass, raised_in
 from trimtab.doctor.issues import draft
 from trimtab.doctor.issues import run as draft_run
 from trimtab.doctor.issues.claims import CLAIMS, NOT_TESTED, REFUTED, WIDER, decide_claims
 from trimtab.doctor.issues.issue import Recorded
+from trimtab.doctor.issues.markdown import TEMPLATES, script
 from trimtab.doctor.issues.owner import came_back, fixed_here, owner_of
-from trimtab.doctor.issues.scripts import TEMPLATES, script
 from trimtab.errors import RequestError
 from trimtab.process.redact import check_clean, clean
 from trimtab.report.render import cell, fence, inline, plain
@@ -576,7 +576,7 @@ def test_claims_are_decided_on_the_runs():
         {**r03(), "configuration": {**r03()["configuration"], "adapter": {"offload_buffers": True}}},
     ),
     ("PEFT with bitsandbytes in 4 bits is broken.", record("G")),
-    ("All Gemma 4 adapters fail.", record("G")),
+    ("All Gemma 4 adapters fail.", record("G")), ("QLoRA adapters are broken.", record("G")),
 ])  # fmt: skip
 def test_one_run_refutes_a_claim(claim, run):
     assert {one.claim.text: one.state for one in decide_claims(evidence_of([run]))}[claim] == REFUTED
@@ -727,18 +727,9 @@ def test_a_draft_that_would_still_hold_one_is_refused(monkeypatch):
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def catalogue(monkeypatch):
-    monkeypatch.setattr(draft, "known_bugs", lambda: BUGS)
-
-
-def written(folder, **options):
-    return draft.write_drafts(folder, the_runs(), ENVIRONMENT, run_script=reproduce, **options)
-
-
-def test_a_folder_of_drafts(tmp_path, catalogue):
+def test_a_folder_of_drafts(tmp_path):
     said = []
-    made = written(tmp_path / "a" / "out", say=said.append)
+    made = make(say=said.append).written_to(tmp_path / "a" / "out")
     folder = tmp_path / "a" / "out"
     assert made.folder == folder
     assert sorted(file.name for file in folder.iterdir()) == [
@@ -752,33 +743,34 @@ def test_a_folder_of_drafts(tmp_path, catalogue):
     assert "2 drafts in" in draft.drafts_document(made).title
 
 
-def test_an_empty_folder_is_used_and_a_full_one_refused(tmp_path, catalogue):
+def test_an_empty_folder_is_used_and_a_full_one_refused(tmp_path):
     folder = tmp_path / "out"
     folder.mkdir()
-    written(folder)
-    error = refused(written, folder)
+    made = make()
+    made.written_to(folder)
+    error = refused(made.written_to, folder)
     assert (error.field, error.value) == ("drafts", str(folder))
     (folder / "peft-old.md").write_text("an old one")
-    written(folder, overwrite=True)
+    made.written_to(folder, overwrite=True)
     assert not (folder / "peft-old.md").exists() and (folder / "NOT_TO_FILE.md").exists()
     (folder / "thesis.docx").write_text("dear")
     with pytest.raises(RequestError, match=r"thesis\.docx"):
-        written(folder, overwrite=True)
+        made.written_to(folder, overwrite=True)
     assert (folder / "thesis.docx").read_text() == "dear"
 
 
-def test_a_folder_that_drafts_did_not_make_is_never_replaced(tmp_path, catalogue):
+def test_a_folder_that_drafts_did_not_make_is_never_replaced(tmp_path):
     (tmp_path / "notes.md").write_text("mine")
     with pytest.raises(RequestError, match=r"notes\.md"):
-        written(tmp_path, overwrite=True)
+        make().written_to(tmp_path, overwrite=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError, match="is a file"):
-        written(tmp_path / "file")
+        make().written_to(tmp_path / "file")
 
 
-def test_nothing_is_left_behind_when_writing_fails(tmp_path, catalogue, monkeypatch):
+def test_nothing_is_left_behind_when_writing_fails(tmp_path, monkeypatch):
     folder = tmp_path / "out"
-    write_text, done = Path.write_text, []
+    made, write_text, done = make(), Path.write_text, []
 
     def full(self, *args, **options):
         done.append(self)
@@ -788,19 +780,9 @@ def test_nothing_is_left_behind_when_writing_fails(tmp_path, catalogue, monkeypa
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(RequestError, match="cannot be written"):
-        written(folder)
+        made.written_to(folder)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_no_runs_no_drafts():
     assert refused(draft.make_drafts, [], ENVIRONMENT, bugs=BUGS).field == "runs"
-
-
-def test_the_catalogue_s_own_bugs_are_read():
-    assert all(isinstance(found, Bug) for found in draft.known_bugs().values())
-
-
-def test_a_bucket_is_found_by_label():
-    assert isinstance(BUCKETS[0], Bucket)
-    (run,) = evidence_of([r03()])
-    assert [bucket.name for bucket in BUCKETS if bucket.takes(run)] == ["quant-state-meta-item"]

@@ -14,9 +14,8 @@ from tests.rules import each
 from trimtab.cli import main as cli
 from trimtab.doctor.facts.buckets import BUCKETS
 from trimtab.doctor.facts.bug import Tracker
-from trimtab.doctor.facts.evidence import Shown, Statement, differences, evidence_of
+from trimtab.doctor.facts.evidence import Shown, Statement, evidence_of
 from trimtab.doctor.issues import draft as module
-from trimtab.doctor.issues.claims import decide_claims
 from trimtab.doctor.issues.draft import make_drafts
 from trimtab.doctor.issues.owner import action_for
 from trimtab.machine.environment import read_environment
@@ -72,23 +71,11 @@ def test_lanes_without_drafts_and_files_without_lanes_are_refused(tmp_path, caps
     assert "has no merge lanes" in capsys.readouterr().err
 
 
+def matrix_of(name):
+    return json.loads((ROOT / "bench" / "results" / f"matrix_{name}.json").read_text(encoding="utf-8"))["runs"]
+
+
 # Where to file --------------------------------------------------------------------------------------------------------
-
-
-def recorded(case):
-    text = (ROOT / "bench" / "results" / "matrix_cpu_newest.json").read_text(encoding="utf-8")
-    return next(run for run in json.loads(text)["runs"] if run["case"] == case and run["engine"] == "stock")
-
-
-def environment_of(run):
-    return {"packages": {name: {"version": value} for name, value in run["versions"].items()}}
-
-
-def shown(run, kind, message):
-    """What a reproducer prints that fails as the run did."""
-    file = [frame["file"] for frame in run["exception"]["frames"] if frame["library"] != "torch"][-1]
-    output = f'works: it\nTraceback (most recent call last):\n  File "/x/{file}", line 1, in f\n{kind}: {message}\n'
-    return lambda text: {"output": output, "exit_code": 1, "versions": run["versions"], "ended": "done"}
 
 
 @pytest.mark.parametrize("words, state, may_be_open", [
@@ -100,27 +87,14 @@ def test_thread_of_unknown_state_may_be_open(words, state, may_be_open):
     assert (tracker.known_state, tracker.may_be_open) == (state, may_be_open)
 
 
-def test_clippable_draft_sends_to_the_thread_that_is_open():
-    run = recorded("BROAD_TARGETS_4BIT")
-    made = make_drafts(
-        [run, recorded("R05_ALL_GPU_4BIT")], environment_of(run),
-        run_script=shown(run, "ValueError", "Target module Gemma4ClippableLinear("),
-    )  # fmt: skip
-    (draft,) = made.drafts
-    assert "| Target repository | `huggingface/peft`: add the evidence to huggingface/peft#3129, no new issue |" in draft.markdown()
-    assert "peft-clippable-linear.md: huggingface/peft#3129" in made.not_to_file
-
-
-def test_offload_folder_has_a_draft_about_documentation():
-    run = recorded("DISK_MAP_NO_FOLDER")
-    made = make_drafts(
-        [run, recorded("R05_ALL_GPU_4BIT")], environment_of(run),
-        run_script=shown(run, "ValueError", run["exception"]["message"]),
-    )  # fmt: skip
-    (draft,) = made.drafts
-    assert (draft.file_name, draft.state) == ("peft-offload-folder.md", "documentation")
-    text = draft.markdown()
-    assert "offload_dir" in text and "huggingface/peft#774" in text
+@pytest.mark.parametrize("name, file, state, words", [
+    ("clippable-linear", "peft-clippable-linear.md", "supporting",
+     "| Target repository | `huggingface/peft`: add the evidence to huggingface/peft#3129, no new issue |"),
+    ("offload-folder", "peft-offload-folder.md", "documentation", "huggingface/peft#774"),
+])  # fmt: skip
+def test_a_draft_sends_to_the_thread_that_is_open(name, file, state, words):
+    draft = drafts_of("cpu_newest")[name]
+    assert (draft.file_name, draft.state) == (file, state) and words in draft.markdown()
 
 
 def test_unknown_thread_comes_before_a_new_issue():
@@ -131,15 +105,10 @@ def test_unknown_thread_comes_before_a_new_issue():
     assert action_for("fixed", known, "huggingface/peft") == "no new issue, a release has the fix"
 
 
-def test_qlora_adapters_are_broken_is_a_claim_that_a_pass_refutes():
-    decisions = {one.claim.text: one for one in decide_claims(evidence_of([recorded("R05_ALL_GPU_4BIT")]))}
-    assert decisions["QLoRA adapters are broken."].state == "refuted"
-
-
 def test_lane_that_still_diverges_without_another_answer_is_withheld_with_the_reason():
-    run = recorded("MERGE_DIRECT_4BIT")
+    run = next(run for run in matrix_of("cpu_newest") if (run["case"], run["engine"]) == ("MERGE_DIRECT_4BIT", "stock"))
     assert (run["label"], run["lane"]) == ("DIRECT_4BIT_MERGED_MATCHES_ADAPTER", "DIRECT_4BIT_MERGE_STILL_DIVERGES")
-    made = make_drafts([run], environment_of(run), run_script=lambda text: {})
+    made = make_drafts([run], {}, run_script=lambda text: {})
     (withheld,) = made.withheld
     assert withheld.name == "direct-4bit-merge-still-diverges" and "only its logits differ" in withheld.reason
     assert "direct-4bit-merge-still-diverges" in made.not_to_file
@@ -148,45 +117,18 @@ def test_lane_that_still_diverges_without_another_answer_is_withheld_with_the_re
 # As a maintainer reads it ---------------------------------------------------------------------------------------------
 
 
-def item_draft():
-    run = recorded("R03_SPLIT_4BIT_DOUBLE_QUANT")
-    names = ("R05_ALL_GPU_4BIT", "R05_ALL_GPU_4BIT_DOUBLE_QUANT", "SPLIT_4BIT_NO_ADAPTER")
-    made = make_drafts(
-        [run, *map(recorded, names)], environment_of(run),
-        run_script=shown(run, "RuntimeError", "Tensor.item() cannot be called on meta tensors"),
-    )  # fmt: skip
-    return next(draft for draft in made.drafts if draft.bucket.name == "quant-state-meta-item")
-
-
-def test_nearest_pass_has_the_same_quantization():
-    draft = item_draft()
-    assert draft.passing is not None and draft.passing.case == "R05_ALL_GPU_4BIT_DOUBLE_QUANT"
-    assert "bnb_4bit_use_double_quant" not in differences(draft.failing[0], draft.passing)
-
-
-def test_written_map_leads_before_an_automatic_one():
-    old = json.loads((ROOT / "bench" / "results" / "matrix_cpu_oldest.json").read_text(encoding="utf-8"))["runs"]
-    runs = [
-        run for run in old if run["engine"] == "stock" and run["case"] in ("AUTO_MAP_4BIT", "R03_SPLIT_4BIT", "R05_ALL_GPU_4BIT")
-    ]
-    first = next(run for run in runs if run["case"] == "R03_SPLIT_4BIT")
-    script = shown(first, "TypeError", first["exception"]["message"])
-    (draft,) = make_drafts(runs, environment_of(first), run_script=script).drafts
-    assert (draft.failing[0].case, draft.passing.case) == ("R03_SPLIT_4BIT", "R05_ALL_GPU_4BIT")
-
-
 @cache
 def drafts_of(matrix):
     """Return a draft for every failure that a recorded matrix has one for; their reproducers are taken as run."""
-    runs = json.loads((ROOT / "bench" / "results" / f"matrix_{matrix}.json").read_text(encoding="utf-8"))["runs"]
-    output = "works: it\nTraceback (most recent call last):\nRuntimeError: it\n"
+    runs, output = matrix_of(matrix), "works: it\nTraceback (most recent call last):\nRuntimeError: it\n"
 
     def taken(text, bucket, run, came):
-        return Shown(text, output, 1, 3.0, run.versions), ""
+        return Shown(text, output, 1, 3.0, run.versions)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "show", taken)
-        made = make_drafts(runs, environment_of(runs[0]), run_script=lambda text: {})
+        packages = {name: {"version": value} for name, value in runs[0]["versions"].items()}
+        made = make_drafts(runs, {"packages": packages}, run_script=lambda text: {})
     return {draft.bucket.name: draft for draft in made.drafts}
 
 
@@ -260,6 +202,7 @@ def test_every_draft_has_what_a_maintainer_asks_for(matrix, name):
     ("cpu_newest", "quant-state-meta-item", "R03_SPLIT_4BIT_DOUBLE_QUANT", "R05_ALL_GPU_4BIT_DOUBLE_QUANT"),
     ("cpu_newest", "quant-state-meta-copy", "R03_SPLIT_4BIT", "R05_ALL_GPU_4BIT"),
     ("cpu_oldest", "shared-kv-states", "SPLIT_4BIT_ADAPTER_SAME_MAP", "R05_ALL_GPU_4BIT"),
+    ("cpu_newest", "embed-tokens-offload", "EMBED_TOKENS_OFFLOADED", "R05_ALL_GPU_4BIT"),  # before that of an automatic map
 ])  # fmt: skip
 def test_a_draft_leads_with_the_pair_of_cases_that_was_recorded_for_it(matrix, name, failing, passing):
     draft = drafts_of(matrix)[name]
@@ -279,7 +222,7 @@ def test_checks_of_a_draft_run_and_name_what_is_wrong():
     """The snippet as a reader would paste it, on a stock 4-bit model of which one scale has lost its data."""
     from tests.stock import load_stock
 
-    text = item_draft().markdown()
+    text = drafts_of("cpu_newest")["quant-state-meta-item"].markdown()
     snippet = re.search(r"### Checks on another model\n.*?```python\n(.*?)```", text, re.S).group(1)
     model = load_stock(ROOT / "trimtab" / "demo" / "base", "nf4-dq")
     path = "model.language_model.layers.0.self_attn.q_proj"
@@ -308,8 +251,7 @@ def test_drafts_count_what_a_scan_of_the_live_model_noticed():
 @pytest.mark.parametrize("matrix", ["cpu_newest", "cpu_oldest"])
 def test_every_draft_s_own_reproducer_runs(matrix):
     """With the reproducers really run, in the environment of this test: those of other versions are withheld by name."""
-    runs = json.loads((ROOT / "bench" / "results" / f"matrix_{matrix}.json").read_text(encoding="utf-8"))["runs"]
-    environment = read_environment()
+    runs, environment = matrix_of(matrix), read_environment()
     made = make_drafts(runs, environment)
     if any(environment.versions.get(name) != value for name, value in evidence_of(runs)[0].versions.items()):
         assert made.drafts == () and any("recorded under other versions" in one.reason for one in made.withheld)

@@ -22,6 +22,7 @@ from bench.checkpoints import config_of, empty_model
 from tests import ROOT, stock
 from tests.adapter_files import pair
 from tests.adapter_files import write_adapter as write_by_hand
+from tests.doctor.preflight.test_preflight import sized, write_e4b_adapter
 from trimtab.doctor.preflight import peft_dispatch
 from trimtab.doctor.preflight import second_plan as preflight_second
 from trimtab.doctor.preflight.adapter import AdapterReading, read_adapter_for
@@ -74,18 +75,14 @@ def question(name: str, quant: str, free: dict) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _Torch(types.ModuleType):
+def device(value: Any) -> Any:
+    return types.SimpleNamespace(type="cuda") if isinstance(value, int) else torch.device(value)
+
+
+def four_gpus() -> Any:
     """torch with four GPUs of which only the number is known: what accelerate asks when it plans."""
-
-    def __init__(self) -> None:
-        super().__init__("torch")
-        self.cuda = types.SimpleNamespace(device_count=lambda: 4, is_available=lambda: False)
-
-    def device(self, value: Any) -> Any:
-        return types.SimpleNamespace(type="cuda") if isinstance(value, int) else torch.device(value)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+    cuda = types.SimpleNamespace(device_count=lambda: 4, is_available=lambda: False)
+    return types.SimpleNamespace(**{**vars(torch), "cuda": cuda, "device": device})
 
 
 def real_plan(model: Any, free: dict, monkeypatch, caplog) -> tuple[dict, dict, dict[str, float]]:
@@ -94,7 +91,7 @@ def real_plan(model: Any, free: dict, monkeypatch, caplog) -> tuple[dict, dict, 
     no_split = list(model._no_split_modules)
     caplog.clear()
     with monkeypatch.context() as patched, caplog.at_level(logging.INFO, logger="accelerate.utils.modeling"):
-        patched.setattr(accelerate_modeling, "torch", _Torch())
+        patched.setattr(accelerate_modeling, "torch", four_gpus())
         patched.setattr(
             accelerate_modeling, "get_max_memory", lambda given=None: dict(free) if given is None else get_max_memory(given)
         )
@@ -225,11 +222,7 @@ def test_bytes_on_the_device_are_those_of_the_loaded_model():
 
 @pytest.fixture(scope="module")
 def e4b(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("e4b")
-    config = config_of("e4b")
-    config.architectures, config.dtype = ["Gemma4ForConditionalGeneration"], torch.bfloat16
-    config.save_pretrained(folder)
-    return folder
+    return sized("e4b", tmp_path_factory.mktemp("sizes"))
 
 
 TABLE_BYTES = 262144 * 42 * 256 * 2
@@ -248,10 +241,7 @@ def test_log_line_of_e4b_is_the_table_and_the_first_thing_tried(e4b, tmp_path, m
     monkeypatch.setattr(preflight_second, "run_peft", lambda request, python: plan_of(request))
     device_map = {"model.vision_tower": "cpu", "model.audio_tower": "cpu", "": 0}
     shape = read_shape(e4b, device_map, quant="nf4-dq", dtype="bfloat16")
-    adapter = write_by_hand(
-        tmp_path / "adapter", pair("model.language_model.layers.0.self_attn.q_proj", 2048, 2560, rank=1), r=1, lora_alpha=1,
-        target_modules=r".*language_model\.layers\.0\.self_attn\.q_proj",
-    )  # fmt: skip
+    adapter = write_e4b_adapter(tmp_path / "adapter")
     found = second(e4b, read_adapter_for(adapter, shape), shape, read_map(shape, device_map), 2 * 2**30)
     largest = next(line for line in found.lines if line.text.startswith("less the largest layer"))
     assert TABLE.removeprefix("base_model.model.") in largest.text

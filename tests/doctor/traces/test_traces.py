@@ -18,11 +18,9 @@ from trimtab.cli import main as cli
 from trimtab.doctor.cases.labels import SIGNATURES
 from trimtab.doctor.catalogue import read_catalogue
 from trimtab.doctor.facts.bug import Affected, Bug
-from trimtab.doctor.preflight.findings import find_bug
-from trimtab.doctor.traces.answer import UNKNOWN, classify, diagnose, diagnosis_document
-from trimtab.doctor.traces.likeness import MOST_LISTED, index_of, reported_as, tokens
+from trimtab.doctor.traces.answer import UNKNOWN, classify, diagnose, diagnosis_document, known_bugs
+from trimtab.doctor.traces.likeness import MOST_LISTED, REPORTED, index_of, reported_as, tokens
 from trimtab.doctor.traces.reading import MOST_BYTES, MOST_LINE_CHARS, MOST_LINES, read_paste
-from trimtab.doctor.traces.reported import REPORTED
 from trimtab.doctor.traces.signatures import plain_message
 from trimtab.report.render import Lines
 
@@ -413,8 +411,8 @@ def test_report_says_versions_memory_model_map_and_adapter(environment):
         environment, model=str(demo / "base"), adapter=str(demo / "adapters" / "style"),
         device_map={"model.vision_tower": "cpu", "": 0},
     )  # fmt: skip
-    assert "torch 2.8.0 (built for CUDA 12.9)" in text and "peft 0.19.1" in text and "\naccelerate" not in text
-    assert "GPU 0: NVIDIA GeForce RTX 3060, 3.00 GiB free of 12.00 GiB" in text
+    assert "- torch: is built for CUDA 12.9" in text and "| peft | 0.19.1 |" in text and "| accelerate | not installed |" in text
+    assert "- GPU 0: NVIDIA GeForce RTX 3060, compute capability 8.6, 3.00 GiB free of 12.00 GiB" in text
     assert "model_type: gemma4" in text and '"model.vision_tower": "cpu"' in text and 'a "" key: yes' in text
     assert "\nr: 8" in text and "language_model" in text and "\nprint(model.hf_device_map), before" in text
 
@@ -461,8 +459,7 @@ def test_demands_of_the_thread_have_a_test_or_a_reason():
         for name in one["tests"]:
             file, _, test = name.partition("::")
             assert test.startswith("test_") and test in existing[file], name
-    bug = find_bug("B4")
-    assert any("onnxruntime#28188" in tracker for tracker in bug.trackers)
+    assert any("onnxruntime#28188" in tracker for tracker in known_bugs()["B4"].trackers)
 
 
 BARE = "RuntimeError: Tensor.item() cannot be called on meta tensors"

@@ -185,12 +185,12 @@ def _examine(options: argparse.Namespace) -> dict[str, Any]:
 
         report["trimtab"] = own_verdict(environment)
     if options.drafts and not report["stopped"]:
-        from trimtab.doctor.issues.draft import write_drafts
+        from trimtab.doctor.issues.draft import make_drafts
 
-        report["drafts"] = write_drafts(
-            options.drafts, report["runs"], environment, verdicts=report["verdicts"] or (), python=options.python,
-            overwrite=options.overwrite, say=saying(options),
-        )  # fmt: skip
+        drafts = make_drafts(
+            report["runs"], environment, verdicts=report["verdicts"] or (), python=options.python, say=saying(options)
+        )
+        report["drafts"] = drafts.written_to(options.drafts, overwrite=options.overwrite)
     if options.html or not options.json:
         from trimtab.doctor.report import document_of, write_report
 

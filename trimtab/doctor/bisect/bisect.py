@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.names import near_names
-from trimtab.doctor.bisect.environments import PACKAGES, Base, Environments, InstallError, Say, bisect_folder, sorted_versions
+from trimtab.doctor.bisect.environments import PACKAGES, Base, Environments, InstallError, Say, sorted_versions
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.process.redact import scrubbed
 from trimtab.report.document import Document, Items, Table
@@ -34,78 +35,31 @@ class Change:
     confirmed: bool | None = None
 
 
-def find_changes(
-    versions: Sequence[str], label_of: Callable[[str], Label | None], upcoming: Callable[[list[str]], None] | None = None
-) -> tuple[Change, ...]:
+def find_changes(versions: Sequence[str], label_of: Callable[[str], Label | None]) -> tuple[Change, ...]:
     """Return the changes of the label along the versions, with few evaluations.
 
-    label_of: None for a version that cannot be run; called at most once per version. upcoming: called with the versions that may be
-    next. The result has the changes that the search finds; if there is only one change, the result is exactly that one. The range
-    is halved if the labels at its ends differ; both halves are searched if a third label appears. If the labels at both ends are
-    equal, only the middle is tested: a change that is undone between two tested releases is not found.
+    label_of: None for a version that cannot be run; called at most once per version. The result has the changes that the search
+    finds; if there is only one change, the result is exactly that one. The range is halved if the labels at its ends differ; both
+    halves are searched if a third label appears. If the labels at both ends are equal, only the middle is tested: a change that is
+    undone between two tested releases is not found.
     """
-    search = _Search(versions, label_of, upcoming or (lambda found: None))
-    return tuple(search.changes())
+    label = cache(lambda at: label_of(versions[at]))
 
+    def changes(low: int, high: int) -> list[Change]:
+        """Return the changes between two runnable versions; a half with equal labels at its ends is not searched."""
+        inside = sorted(range(low + 1, high), key=lambda at: abs(at - (low + high) // 2))
+        middle = next((at for at in inside if label(at) is not None), None)
+        if middle is not None:
+            return [one for a, b in ((low, middle), (middle, high)) if label(a) != label(b) for one in changes(a, b)]
+        before, after = label(low), label(high)
+        if before is None or after is None or before == after:
+            return []
+        return [Change(versions[low], versions[high], before, after, tuple(versions[low + 1 : high]))]
 
-@dataclass
-class _Search:
-    versions: Sequence[str]
-    label_of: Callable[[str], Label | None]
-    upcoming: Callable[[list[str]], None]
-    labels: dict[int, Label | None] = field(default_factory=dict)
-
-    def label(self, at: int) -> Label | None:
-        if at not in self.labels:
-            self.labels[at] = self.label_of(self.versions[at])
-        return self.labels[at]
-
-    def changes(self) -> Iterator[Change]:
-        last = len(self.versions) - 1
-        if last < 1:
-            return
-        self._announce([0, last, last // 2])
-        low = next((at for at in range(last + 1) if self.label(at) is not None), None)
-        high = next((at for at in range(last, -1, -1) if self.label(at) is not None), None)
-        if low is None or high is None or low >= high:
-            return
-        if self.label(low) != self.label(high):
-            yield from self._narrow(low, high)
-            return
-        middle = self._between(low, high)
-        if middle is not None and self.label(middle) != self.label(low):
-            yield from self._narrow(low, middle)
-            yield from self._narrow(middle, high)
-
-    def _narrow(self, low: int, high: int) -> Iterator[Change]:
-        """Yield the changes between two versions of different labels."""
-        while (middle := self._between(low, high)) is not None:
-            if self.label(middle) == self.label(low):
-                low = middle
-            elif self.label(middle) == self.label(high):
-                high = middle
-            else:
-                yield from self._narrow(low, middle)
-                yield from self._narrow(middle, high)
-                return
-        before, after = self.label(low), self.label(high)
-        assert before is not None and after is not None
-        yield Change(
-            self.versions[low], self.versions[high], before, after, tuple(self.versions[low + 1 : high])
-        )  # fmt: skip
-
-    def _between(self, low: int, high: int) -> int | None:
-        """Return the runnable version nearest to the middle, strictly between, None if there is none."""
-        middle = (low + high) // 2
-        inside = sorted(range(low + 1, high), key=lambda at: abs(at - middle))
-        if inside and middle not in self.labels:
-            self._announce([middle, (low + middle) // 2, (middle + high) // 2])
-        return next((at for at in inside if self.label(at) is not None), None)
-
-    def _announce(self, places: list[int]) -> None:
-        upcoming = [self.versions[at] for at in dict.fromkeys(places) if at not in self.labels]
-        if upcoming:
-            self.upcoming(upcoming)
+    places = range(len(versions))
+    low = next((at for at in places if label(at) is not None), None)
+    high = next((at for at in reversed(places) if label(at) is not None), None)
+    return () if low is None or high is None else tuple(changes(low, high))
 
 
 FORMAT = 1
@@ -230,18 +184,16 @@ def _distance(one: Version, other: Version) -> tuple[int, ...]:
 
 def bisect(
     package: str, low: str, high: str, *, case: str, others: Mapping[str, str] | None = None,
-    python: str | os.PathLike[str] | None = None, index: str | None = None, say: Say | None = None,
-    model: str | Path | None = None, adapter: str | Path | None = None, run_case: Run | None = None,
-    folder: Path | None = None, keep: bool = True, confirm: bool = False, environments: Environments | None = None,
-    on_row: Callable[[Row], None] | None = None,
+    python: str | os.PathLike[str] | None = None, say: Say | None = None, model: str | Path | None = None,
+    adapter: str | Path | None = None, run_case: Run | None = None, confirm: bool = False,
+    environments: Environments | None = None,
 ) -> Bisection:  # fmt: skip
     """Return the releases of a package between which the case's label changes.
 
-    case: of the matrix, or the id of a catalogue entry, whose probe then runs. others: package -> version for all
-    environments; all others are the versions of `python` (None: this interpreter). model, adapter: None is the bundled
-    demo. run_case: (interpreter, case name) -> record. folder: of the environments. keep: leave them there. confirm:
-    run both sides of every change once more. on_row: called after each release. Ctrl-C ends the search; the results so
-    far are returned, with stopped=True.
+    case: of the matrix, or the id of a catalogue entry, whose probe then runs. others: package -> version for all environments; all
+    others are the versions of `python` (None: this interpreter). model, adapter: None is the bundled demo. run_case: (interpreter,
+    case name) -> record. confirm: run both sides of every change once more. Ctrl-C ends the search; the results so far are
+    returned, with stopped=True.
     Errors: RequestError for an unknown package, release or case, an empty range, and an unreachable index without kept
     environments. CheckpointError, AdapterError for folders that are not a model or an adapter.
     """
@@ -254,10 +206,8 @@ def bisect(
     if run_case is None:
         run_case = runner_for(case, model, adapter)
     if environments is None:
-        environments = Environments(
-            Base.read(python), dict(others or {}), index, folder or bisect_folder(), keep, say or (lambda text: None)
-        )
-    return _Bisecting(checked, case, environments, run_case, say or (lambda text: None), on_row).run(confirm)
+        environments = Environments(Base.read(python), dict(others or {}), say=say or (lambda text: None))
+    return _Bisecting(checked, case, environments, run_case, say or (lambda text: None)).run(confirm)
 
 
 def bisect_each(ranges: Sequence[Range], *, case: str, **options: Any) -> tuple[Bisection, ...]:
@@ -307,7 +257,6 @@ class _Bisecting:
     environments: Environments
     run_case: Run
     say: Say
-    on_row: Callable[[Row], None] | None
     rows: dict[str, Row] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -317,7 +266,7 @@ class _Bisecting:
         changes: tuple[Change, ...] = ()
         stopped = False
         try:
-            changes = find_changes(versions, self._label, lambda wanted: self.environments.download(package, wanted))
+            changes = find_changes(versions, self._label)
             changes = tuple(self._confirmed(change) if confirm else change for change in changes)
         except KeyboardInterrupt:
             stopped = True
@@ -354,16 +303,12 @@ class _Bisecting:
         except TrimtabError as exc:  # with this version, not even the model or the prompt can be made
             self._keep(Row(version, None, f"cannot be run: {scrubbed(str(exc))}"))
             return None
-        finally:
-            self.environments.drop(package, version)
         self._keep(Row(version, label, runs=1))
         return label
 
     def _keep(self, row: Row) -> None:
         self.rows[row.version] = row
         self.say(f"{self.asked.package} {row.version}: {row.label or row.note}")
-        if self.on_row is not None:
-            self.on_row(row)
 
     def _confirmed(self, change: Change) -> Change:
         again = []
@@ -373,9 +318,7 @@ class _Bisecting:
             again.append(second_label == label)
             note = "" if second_label == label else f"a second run gave {second_label}"
             self.rows[version] = Row(version, label, note, runs=2)
-        return Change(
-            change.before, change.after, change.label_before, change.label_after, change.between, all(again)
-        )  # fmt: skip
+        return replace(change, confirmed=all(again))
 
 
 def _seen(versions: Sequence[str], rows: Mapping[str, Row]) -> tuple[Change, ...]:

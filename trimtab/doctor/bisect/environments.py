@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +26,7 @@ PINNED = ("transformers", "peft", "accelerate", "bitsandbytes", "torch")
 PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes", "safetensors", "huggingface_hub", "tokenizers")
 READY = "ready.json"
 TIMEOUT_S = 1200.0
-DOWNLOADS = 3
+OPTIONS = ("--disable-pip-version-check", "--no-input", "--quiet", "--only-binary", ":all:")
 Say = Callable[[str], None]
 _ASK = """
 import json, site, sys, sysconfig
@@ -46,11 +45,6 @@ print(json.dumps({"versions": found, "folders": list(dict.fromkeys(folders)), "p
 
 class InstallError(Exception):
     """An environment could not be created. The message names the reason, without data of the user."""
-
-
-def bisect_folder() -> Path:
-    """Return the folder of kept environments."""
-    return user_cache_path("trimtab") / "bisect"
 
 
 @dataclass(frozen=True)
@@ -81,17 +75,14 @@ class Base:
 class Environments:
     """Makes interpreters and keeps them.
 
-    others: package -> version in every environment (all others as in the base). index: of pip, None for the configured one. keep:
-    leave them on disk. runner: runs one command, (command, seconds) -> (exit code, output). Each imports the packages of its base
-    interpreter (a .pth file adds their folders after its own), so torch is not installed again. The other packages are pinned. pip
-    is the user's, and no index is named; only wheels are used.
+    others: package -> version in every environment (all others as in the base). runner: runs one command, (command, seconds) ->
+    (exit code, output). Each imports the packages of its base interpreter (a .pth file adds their folders after its own), so torch
+    is not installed again. The other packages are pinned. pip is the user's, and no index is named; only wheels are used.
     """
 
     base: Base
     others: Mapping[str, str] = field(default_factory=dict)
-    index: str | None = None
-    folder: Path = field(default_factory=bisect_folder)
-    keep: bool = True
+    folder: Path = field(default_factory=lambda: user_cache_path("trimtab") / "bisect")
     say: Say = lambda text: None
     runner: Callable[[Sequence[str], float], tuple[int, str]] = field(default_factory=lambda: run_command)
 
@@ -100,7 +91,7 @@ class Environments:
 
         Errors: RequestError if pip is missing, InstallError if the index is unreachable or has no such package.
         """
-        code, output = self.runner([*self._pip(), "index", "versions", package, *self._index()], 120.0)
+        code, output = self.runner([*self._pip(), "index", "versions", package], 120.0)
         listed = re.search(r"^Available versions: (.+)$", output, re.MULTILINE)
         if code != 0 or listed is None:
             if "No module named pip" in output:
@@ -142,17 +133,6 @@ class Environments:
         self.say(f"{package} {version}: ready after {time.monotonic() - started:.0f} s")
         return python
 
-    def download(self, package: str, versions: Iterable[str]) -> None:
-        """Fetch the wheels of several versions in parallel; a failure is reported when the version is installed."""
-        missing = [version for version in versions if not (self._home(package, version) / READY).is_file()]
-        with ThreadPoolExecutor(DOWNLOADS) as pool:
-            list(pool.map(lambda version: self._download(package, version), missing))
-
-    def drop(self, package: str, version: str) -> None:
-        """Delete one environment unless they are kept."""
-        if not self.keep:
-            shutil.rmtree(self._home(package, version), ignore_errors=True)
-
     # Making an environment --------------------------------------------------------------------------------------------
 
     def _make(self, home: Path, python: Path, package: str, version: str) -> None:
@@ -160,11 +140,8 @@ class Environments:
         home.parent.mkdir(parents=True, exist_ok=True)
         self._run([str(self.base.python), "-m", "venv", "--without-pip", str(home)], "venv")
         self._link(python)
-        wheels = ["--find-links", str(self._wheels())] if self._wheels().is_dir() else []
         requirements = [f"{name}=={pinned}" for name, pinned in pins.items()]
-        self._run(
-            [*self._pip(), "--python", str(python), "install", *self._options(), *wheels, *requirements, *self._index()], "pip"
-        )  # fmt: skip
+        self._run([*self._pip(), "--python", str(python), "install", *OPTIONS, *requirements], "pip")
         installed = self._installed(python, pins)
         wrong = [f"{name} is {installed.get(name, 'missing')}" for name in pins if installed.get(name) != pins[name]]
         if wrong:
@@ -187,11 +164,6 @@ class Environments:
         except (ValueError, KeyError, IndexError):
             raise InstallError(f"the environment does not start (exit {code}): {reason_of(output)}") from None
 
-    def _download(self, package: str, version: str) -> None:
-        self._wheels().mkdir(parents=True, exist_ok=True)
-        arguments = ["download", "--no-deps", "--dest", str(self._wheels()), f"{package}=={version}"]
-        self.runner([*self._pip(), *arguments, *self._options(), *self._index()], TIMEOUT_S)
-
     def _run(self, command: Sequence[str], what: str) -> None:
         code, output = self.runner(command, TIMEOUT_S)
         if code != 0:
@@ -199,15 +171,6 @@ class Environments:
 
     def _pip(self) -> list[str]:
         return [str(self.base.python), "-m", "pip"]
-
-    def _options(self) -> list[str]:
-        return ["--disable-pip-version-check", "--no-input", "--quiet", "--only-binary", ":all:"]
-
-    def _index(self) -> list[str]:
-        return [] if self.index is None else ["--index-url", self.index]
-
-    def _wheels(self) -> Path:
-        return self.folder / "wheels"
 
     def _home(self, package: str, version: str) -> Path:
         text = json.dumps([self.base.identity, sorted(self.pins(package, version).items())])

@@ -29,7 +29,7 @@ def _any(run: Run) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
     """One issue. name: of its file. labels: of its runs, filtered by `only`. bug: catalogue id. title: of the issue. kinds: GitHub
-    labels to suggest. state: before "fixed" and "deferred" are decided. script: name in scripts.py. shows: (exception type, text)
+    labels to suggest. state: before "fixed" and "deferred" are decided. script: of reproducers. shows: (exception type, text)
     that must end the reproducer. pair: the failing and the passing case with the clearest contrast, if both were recorded.
     expected: alternatives. beside: buckets to link.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from trimtab.doctor.facts.evidence import (
 from trimtab.doctor.issues import run as draft_run
 from trimtab.doctor.issues.claims import Decision, decide_claims, keys_without_module
 from trimtab.doctor.issues.issue import Draft
+from trimtab.doctor.issues.markdown import script
 from trimtab.doctor.issues.not_to_file import Withheld, not_to_file
 from trimtab.doctor.issues.owner import fixed_here, owner_of
-from trimtab.doctor.issues.scripts import script
 from trimtab.doctor.traces.answer import known_bugs
 from trimtab.errors import RequestError
 from trimtab.process.files import whole_folder
@@ -46,13 +46,13 @@ NO_FAILURE = ("PASS", "PASS_NOT_COMPARED", "NOT_APPLICABLE", "REFUSED_BY_NAME")
 
 @dataclass(frozen=True)
 class Drafts:
-    """The written drafts. folder: None if nothing was written."""
+    """The drafts. folder: where they were written, None if nothing was."""
 
-    folder: Path | None
     drafts: tuple[Draft, ...]
     withheld: tuple[Withheld, ...]
     decisions: tuple[Decision, ...]
     not_to_file: str
+    folder: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -61,31 +61,19 @@ class Drafts:
             "claims": [decision.to_json() for decision in self.decisions], "not_to_file": self.not_to_file,
         }  # fmt: skip
 
+    def written_to(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Drafts:
+        """Write one Markdown file per failure and NOT_TO_FILE.md, whole or not at all; return the drafts with their folder.
 
-def write_drafts(
-    folder: str | os.PathLike[str],
-    runs: Sequence[Mapping[str, Any]],
-    environment: Any,
-    *,
-    verdicts: Sequence[Any] = (),
-    python: str | os.PathLike[str] | None = None,
-    run_script: RunScript | None = None,
-    overwrite: bool = False,
-    say: Callable[[str], None] | None = None,
-) -> Drafts:
-    """Write one Markdown file per failure and NOT_TO_FILE.md; return them. The folder appears whole or not at all.
-
-    runs: records of the matrix, of one or more interpreters. environment: an Environment or its JSON. verdicts: of the
-    catalogue's probes in the runs' interpreter. python: the
-    interpreter of the runs, in which the reproducers are run. overwrite: replace earlier drafts.
-    Errors: RequestError for a folder with other content, for no runs, or for an invalid record.
-    """
-    target = Path(folder)
-    check_folder(target, overwrite=overwrite)
-    new = make_drafts(runs, environment, verdicts=verdicts, python=python, run_script=run_script, say=say)
-    texts = {draft.file_name: draft.markdown() for draft in new.drafts} | {NOT_TO_FILE: new.not_to_file}
-    _write_folder(target, texts, overwrite=overwrite)
-    return replace(new, folder=target)
+        overwrite: replace earlier drafts. Errors: RequestError for a folder with other content.
+        """
+        target = Path(folder)
+        check_folder(target, overwrite=overwrite)
+        texts = {draft.file_name: draft.markdown() for draft in self.drafts} | {NOT_TO_FILE: self.not_to_file}
+        with whole_folder(target, field="drafts", overwrite=True) as partial:
+            for name, text in texts.items():
+                (partial / name).write_text(text, encoding="utf-8", newline="\n")
+            check_folder(target, overwrite=overwrite)
+        return replace(self, folder=target)
 
 
 def make_drafts(
@@ -98,7 +86,12 @@ def make_drafts(
     bugs: Mapping[str, Bug] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Drafts:
-    """Return the drafts without writing them; arguments as for `write_drafts`. bugs: by id, None for the catalogue."""
+    """Return the drafts that the runs support.
+
+    runs: records of the matrix, of one or more interpreters. environment: an Environment or its JSON. verdicts: of the catalogue's
+    probes in the runs' interpreter. python: the interpreter of the runs, in which the reproducers are run. bugs: by id, None for
+    the catalogue. Errors: RequestError for no runs, or for an invalid record.
+    """
     if not runs:
         raise RequestError("drafts require recorded runs", field="runs")
     evidence = evidence_of(runs)
@@ -113,29 +106,34 @@ def make_drafts(
     decisions = decide_claims(evidence)
     text = not_to_file(drafts, withheld, decisions, keys_without_module([run for run in evidence if run.is_stock]), evidence)
     check_clean(text, what=NOT_TO_FILE)
-    return Drafts(None, drafts, withheld, decisions, text)
+    return Drafts(drafts, withheld, decisions, text)
 
 
+@dataclass
 class _Maker:
     """Sorts the failing runs into buckets and makes of each a draft, or a reason why there is none."""
 
-    def __init__(
-        self, runs: tuple[Run, ...], bugs: Mapping[str, Bug], reproduce: RunScript, probed: tuple[Probed, ...],
-        machine: Machine, say: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        self.runs, self.bugs, self.reproduce, self.probed, self.machine, self.say = (
-            runs, bugs, reproduce, probed, machine, say,
-        )  # fmt: skip
-        self.withheld: list[Withheld] = []
+    runs: tuple[Run, ...]
+    bugs: Mapping[str, Bug]
+    reproduce: RunScript
+    probed: tuple[Probed, ...]
+    machine: Machine
+    say: Callable[[str], None]
+    withheld: dict[tuple[str, str], tuple[Run, ...]] = field(default_factory=dict)
 
     def make(self) -> tuple[tuple[Draft, ...], tuple[Withheld, ...]]:
-        drafts = [self._draft(bucket, runs) for bucket, runs in self._buckets()]
+        drafts = []
+        for bucket, runs in self._buckets():
+            made = self._draft(bucket, runs)
+            if isinstance(made, Draft):
+                drafts.append(made)
+            else:
+                self._withhold(bucket.name, made, runs)
         for run in self.runs:
             if run.is_stock and run.passed and str(run.record.get("lane") or "").endswith("_DIVERGES"):
                 self._withhold(str(run.record["lane"]).lower().replace("_", "-"), LANE_WITHHELD, (run,))
-        kept = [draft for draft in drafts if draft is not None]
-        order = {state: place for place, state in enumerate(STATES)}
-        return tuple(sorted(kept, key=lambda draft: (order[draft.state], draft.file_name))), tuple(self.withheld)
+        drafts.sort(key=lambda draft: (list(STATES).index(draft.state), draft.file_name))
+        return tuple(drafts), tuple(Withheld(*key, runs) for key, runs in self.withheld.items())
 
     def _buckets(self) -> list[tuple[Bucket, tuple[Run, ...]]]:
         failing = [run for run in self.runs if run.is_stock and not run.passed and run.label not in NO_FAILURE]
@@ -186,27 +184,21 @@ class _Maker:
         )  # fmt: skip
 
     def _withhold(self, name: str, reason: str, runs: tuple[Run, ...]) -> None:
-        for place, one in enumerate(self.withheld):
-            if (one.name, one.reason) == (name, reason):
-                self.withheld[place] = replace(one, runs=(*one.runs, *runs))
-                return
-        self.withheld.append(Withheld(name, reason, runs))
+        self.withheld[name, reason] = (*self.withheld.get((name, reason), ()), *runs)
 
-    def _draft(self, bucket: Bucket, failing: tuple[Run, ...]) -> Draft | None:
+    def _draft(self, bucket: Bucket, failing: tuple[Run, ...]) -> Draft | str:
+        """Return the draft of a bucket, or why there is none."""
         first = failing[0]
         text = script(bucket.script) if bucket.script else clean(str(first.record.get("script") or ""))
         if not text.strip():
-            self._withhold(bucket.name, "the runs hold no reproducer", failing)
-            return None
+            return "the runs hold no reproducer"
         if not self.machine.has(first.versions):
-            self._withhold(bucket.name, "recorded under other versions than this environment's: make its draft there", failing)
-            return None
+            return "recorded under other versions than this environment's: make its draft there"
         self.say(f"{bucket.name}: running its reproducer")
-        shown, reason = show(text, bucket, first, self.reproduce(text))
-        if shown is None:
-            self.say(f"{bucket.name}: no draft, {reason}")
-            self._withhold(bucket.name, reason, failing)
-            return None
+        shown = show(text, bucket, first, self.reproduce(text))
+        if isinstance(shown, str):
+            self.say(f"{bucket.name}: no draft, {shown}")
+            return shown
         bug = self.bugs.get(bucket.bug)
         passing = self._passing(bucket, first)
         state = FIXED if bug is not None and fixed_here(bug, first) else bucket.state if passing else DEFERRED
@@ -221,29 +213,29 @@ def _why_unknown(run: Run) -> str:
     return "no known signature matches this failure; read its trace and find its cause before filing"
 
 
-def show(text: str, bucket: Bucket, run: Run, result: Mapping[str, Any]) -> tuple[Shown | None, str]:
-    """Return a reproducer's run as evidence, or None and the reason: it must fail as the recorded run failed."""
+def show(text: str, bucket: Bucket, run: Run, result: Mapping[str, Any]) -> Shown | str:
+    """Return a reproducer's run as evidence, or why it is none: it must fail as the recorded run failed."""
     versions = {name: value for name, value in dict(result.get("versions") or {}).items() if name in run.versions}
     differing = [name for name in run.versions if versions.get(name) != run.versions[name]]
     if differing:
-        return None, f"the reproducer ran with other versions than the run ({', '.join(differing)})"
+        return f"the reproducer ran with other versions than the run ({', '.join(differing)})"
     if result.get("ended") not in (None, "done"):
-        return None, f"the reproducer ended as {result['ended']}"
+        return f"the reproducer ended as {result['ended']}"
     output = clean(str(result.get("output") or ""))
     kind, message, files = raised_in(output)
     if not kind:
-        return None, f"the reproducer did not show the failure (exit code {result.get('exit_code')})"
+        return f"the reproducer did not show the failure (exit code {result.get('exit_code')})"
     wanted_type, wanted_message = bucket.shows
     if not re.fullmatch(wanted_type, kind) or not re.search(wanted_message, message):
-        return None, f"the reproducer ended in another failure ({kind}: {message[:80]})"
+        return f"the reproducer ended in another failure ({kind}: {message[:80]})"
     if bucket.script:
         if not re.search(r"^works: ", output, re.M):
-            return None, "the reproducer failed in the case that should work"
+            return "the reproducer failed in the case that should work"
     elif without_numbers(message) != without_numbers(run.message):
-        return None, f"the reproducer ended in another failure ({kind}: {message[:80]})"
+        return f"the reproducer ended in another failure ({kind}: {message[:80]})"
     if run.frames and not bucket.shows[0].startswith("AssertionError") and not _same_place(run, files):
-        return None, "the reproducer failed in another place than the run"
-    return Shown(text, output, int(result.get("exit_code") or 0), float(result.get("seconds") or 0.0), versions), ""
+        return "the reproducer failed in another place than the run"
+    return Shown(text, output, int(result.get("exit_code") or 0), float(result.get("seconds") or 0.0), versions)
 
 
 def _same_place(run: Run, files: tuple[str, ...]) -> bool:
@@ -273,13 +265,6 @@ def check_folder(folder: Path, *, overwrite: bool = False) -> None:
         raise RequestError(
             f"the folder contains other files than drafts ({', '.join(foreign[:3])})", field="drafts", value=str(folder)
         )
-
-
-def _write_folder(target: Path, texts: Mapping[str, str], *, overwrite: bool) -> None:
-    with whole_folder(target, field="drafts", overwrite=True) as partial:
-        for name, text in texts.items():
-            (partial / name).write_text(text, encoding="utf-8", newline="\n")
-        check_folder(target, overwrite=overwrite)
 
 
 def drafts_document(drafts: Drafts) -> Document:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -247,20 +247,20 @@ def _differing(run: Run) -> str:
 
 def _actual(draft: Draft) -> list[Statement]:
     """Return the observed behaviour, one claim per sentence; runs with the same claim share a sentence."""
-    alike: dict[str, list[Run]] = {}
-    for run in draft.failing:
-        alike.setdefault(f"{ended(run)}{failing_frame(run)}.", []).append(run)
+    alike = _alike(draft.failing, lambda run: f"{ended(run)}{failing_frame(run)}.")
     statements = [
-        Statement(f"{', '.join(dict.fromkeys(inline(run.case) for run in runs))}: {text}", tuple(runs))
-        for text, runs in alike.items()
+        Statement(f"{', '.join(dict.fromkeys(inline(run.case) for run in runs))}: {text}", runs) for text, runs in alike.items()
     ]
-    for say in (_moved, _differing):
-        runs_by_text: dict[str, list[Run]] = {}
-        for run in draft.failing:
-            if text := say(run):
-                runs_by_text.setdefault(text, []).append(run)
-        statements += [Statement(text, tuple(runs)) for text, runs in runs_by_text.items()]
-    return statements
+    return statements + [Statement(*one) for say in (_moved, _differing) for one in _alike(draft.failing, say).items()]
+
+
+def _alike(runs: Sequence[Run], say: Callable[[Run], str]) -> dict[str, tuple[Run, ...]]:
+    """Return sentence -> the runs of which it is true; "" is none."""
+    runs_by_text: dict[str, tuple[Run, ...]] = {}
+    for run in runs:
+        if text := say(run):
+            runs_by_text[text] = (*runs_by_text.get(text, ()), run)
+    return runs_by_text
 
 
 def _points(draft: Draft, points: Sequence[Point]) -> list[Statement]:

@@ -1,4 +1,4 @@
-"""Rendering of issues: the templates of this folder, filled, with the runs behind each sentence."""
+"""Rendering of issues: the templates of this folder, filled, with the runs behind each sentence, and their reproducers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from typing import Any
 
 from trimtab.report.render import bullets, cell, fence, filled, inline, table
 
+TEMPLATES = Path(__file__).resolve().parents[1]
+
 
 def render(template: str, **values: Any) -> str:
     """Return a template of this folder filled with values. Errors: jinja2's, for a missing value."""
-    return filled(Path(__file__).parent, template, (inline, cell, fence, marks, table, bullets), **values)
+    return filled(TEMPLATES, f"issues/{template}", (inline, cell, fence, marks, table, bullets), **values)
+
+
+def script(name: str) -> str:
+    """Return the whole text of one reproducer: its imports, the shared parts that it uses, its body. `reproducers/NAME.py.j2` is a
+    body of a few lines after shared parts (`_parts.py.j2`). It prints "works: ..." for a similar case that passes, then raises the
+    user's exception; a silent failure ends in an AssertionError."""
+    return filled(TEMPLATES, f"issues/reproducers/{name}.py.j2")
 
 
 def marks(sources: Sequence[Any], most: int | None = None) -> str:

@@ -20,10 +20,7 @@ MOST_LINES = 2000
 _NOISE = re.compile(r"(\d%\|)|FutureWarning|^\s+torch\._check_is_size|^\s+warnings\.warn\(|kernels-community")
 
 
-def run_script(
-    text: str, *, python: str | os.PathLike[str] | None = None, timeout_s: float = TIMEOUT_S,
-    memory_bytes: int | None = MEMORY_BYTES,
-) -> dict[str, Any]:  # fmt: skip
+def run_script(text: str, *, python: str | os.PathLike[str] | None = None, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
     """Return the result of a script: ended, exit_code, output (stdout and stderr in order), versions, seconds.
 
     Errors: RequestError if the interpreter cannot be started.
@@ -31,7 +28,7 @@ def run_script(
     from trimtab.process.runner import run_inside
 
     outcome = run_inside(
-        "trimtab.doctor.issues.run", {"text": text}, python=python, timeout_s=timeout_s, memory_bytes=memory_bytes,
+        "trimtab.doctor.issues.run", {"text": text}, python=python, timeout_s=timeout_s, memory_bytes=MEMORY_BYTES,
         environment={"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"},
     )  # fmt: skip
     ended: dict[str, Any] = {"exit_code": None, "output": outcome.stdout + outcome.stderr, "versions": {}}

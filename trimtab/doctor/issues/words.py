@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from trimtab.doctor.cases.cases import TARGETS
 from trimtab.doctor.facts.evidence import OFFLOAD, Run
+from trimtab.report.document import some
 from trimtab.report.render import inline
 
 MOST_NAMES = 3
@@ -54,12 +55,8 @@ def _placed(device_map: Any) -> str:
         return "all on the GPU"
     if set(off) == {""}:
         return f"all on {inline(off[''])}"
-    return f"{_several(list(off))} on {inline(' and '.join(sorted(set(off.values()))))} ({catch_all} a catch-all entry)"
-
-
-def _several(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(inline(name) for name in names[:MOST_NAMES]) + more
+    names = some([inline(name) for name in off], MOST_NAMES)
+    return f"{names} on {inline(' and '.join(sorted(set(off.values()))))} ({catch_all} a catch-all entry)"
 
 
 def _extras(base: Mapping[str, Any]) -> list[str]:

@@ -27,14 +27,14 @@ class AdapterReading:
     """
 
     path: str
-    spec: AdapterSpec | None
-    problems: tuple[str, ...]
     wrappers: tuple[str, ...]
-    dropped: tuple[str, ...]
-    unfilled: tuple[str, ...]
-    no_effect: tuple[str, ...]
-    renamed: bool
-    plain_targets: str
+    spec: AdapterSpec | None = None
+    problems: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    unfilled: tuple[str, ...] = ()
+    no_effect: tuple[str, ...] = ()
+    renamed: bool = False
+    plain_targets: str = ""
 
 
 def read_adapter_for(path: str | os.PathLike[str], shape: ModelShape) -> AdapterReading:
@@ -56,10 +56,7 @@ def read_adapter_for(path: str | os.PathLike[str], shape: ModelShape) -> Adapter
     try:
         spec = match_adapter(file, shape.anatomy)
     except AdapterError as exc:
-        return AdapterReading(
-            path=str(file.folder), spec=None, problems=exc.problems, wrappers=wrappers, dropped=(), unfilled=(),
-            no_effect=(), renamed=False, plain_targets="",
-        )  # fmt: skip
+        return AdapterReading(path=str(file.folder), wrappers=wrappers, problems=exc.problems)
     lora = [target for target in spec.targets if target.kind not in ("saved", "experts")]
     have = {target.module_path for target in lora}
     named = {
@@ -68,7 +65,7 @@ def read_adapter_for(path: str | os.PathLike[str], shape: ModelShape) -> Adapter
     }  # fmt: skip
     outer = {row.wraps for row in rows if row.wraps in have and row.module_path in wrappers}
     return AdapterReading(
-        path=str(spec.file.peft_folder), spec=spec, problems=(), wrappers=wrappers,
+        path=str(spec.file.peft_folder), spec=spec, wrappers=wrappers,
         dropped=tuple(path for path in sorted(have - named) if rows and path not in outer),
         unfilled=tuple(sorted(named - have)), no_effect=tuple(key for key, _ in spec.no_effect),
         renamed=any(own_path(target.adapter_path) != target.module_path and not target.wrapped for target in lora)

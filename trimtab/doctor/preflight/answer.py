@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -19,7 +18,6 @@ from trimtab.errors import DoesNotFitError, TrimtabError, gib
 from trimtab.planning import Plan, make_plan
 from trimtab.planning.values.blocks import Machine
 from trimtab.planning.values.byte_sizes import Rates
-from trimtab.process.work_folder import work_folder
 from trimtab.report.render import filled
 from trimtab.request import LoadRequest
 
@@ -309,23 +307,8 @@ def _with_calls(asking: Asking, kind: str, reason: str, plan: Plan, stock: str) 
 
 
 SMALLER_NAME = "E2B"
-# E4B is recognized by the text model's type, width and layers.
+# E4B is recognized by the text model's type, width and layers; of E2B the config.json is here.
 _E4B = ("gemma4_text", 2560, 42)
-_LAYERS, _FULL_EVERY = 35, 5
-E2B: Mapping[str, Any] = {
-    "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "dtype": "bfloat16",
-    "text_config": {
-        "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 1536, "intermediate_size": 6144,
-        "num_hidden_layers": _LAYERS, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
-        "global_head_dim": 512, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20, "sliding_window": 512,
-        "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
-        "layer_types": [
-            "sliding_attention" if (layer + 1) % _FULL_EVERY else "full_attention" for layer in range(_LAYERS)
-        ],
-    },
-    "vision_config": {"model_type": "gemma4_vision", "use_clipped_linears": True},
-    "audio_config": {"model_type": "gemma4_audio", "output_proj_dims": 1536},
-}  # fmt: skip
 
 
 def has_smaller(config: Mapping[str, Any]) -> bool:
@@ -338,6 +321,4 @@ def has_smaller(config: Mapping[str, Any]) -> bool:
 
 def smaller_shape(*, quant: str, dtype: str, python: str | os.PathLike[str] | None) -> ModelShape:
     """Return the shape of the smaller model. Errors: as those of `read_shape`."""
-    with work_folder("smaller") as folder:
-        (folder / "config.json").write_text(json.dumps(E2B), encoding="utf-8")
-        return read_shape(str(folder), {}, quant=quant, dtype=dtype, python=python)
+    return read_shape(Path(__file__).parent / "e2b", {}, quant=quant, dtype=dtype, python=python)

@@ -131,16 +131,14 @@ def _kept_rows(shape: ModelShape, kept: Mapping[str, str]) -> tuple[KeptOut, ...
     rows = shape.anatomy.by_path()
     kept_rows = []
     for path, reason in kept.items():
-        row = rows[path]
+        row, size, packed = rows[path], 0, 0  # of a tied weight
         if row.kind == "experts":
             size = sum(tensor.nbytes for tensor in row.tensors if not tensor.is_buffer)
-            kept_rows.append(KeptOut(path, row.part, reason, size, size // 4 if shape.quant != "int8" else size // 2))
+            packed = size // 4 if shape.quant != "int8" else size // 2
         elif row.weight is not None and row.weight.tied_to is None:
-            kept_rows.append(
-                KeptOut(path, row.part, reason, row.weight.nbytes, weight_bytes(row, shape.quant))
-            )  # fmt: skip
-        elif row.weight is not None:
-            kept_rows.append(KeptOut(path, row.part, reason, 0, 0))
+            size, packed = row.weight.nbytes, weight_bytes(row, shape.quant)
+        if row.kind == "experts" or row.weight is not None:
+            kept_rows.append(KeptOut(path, row.part, reason, size, packed))
     return tuple(kept_rows)
 
 

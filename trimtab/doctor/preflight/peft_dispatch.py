@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import re
 import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import accelerate.utils.modeling as accelerate_modeling
 import torch
@@ -23,7 +22,6 @@ from trimtab.doctor.preflight.shape import device_of
 from trimtab.engine.loader import transformers_model as hf
 from trimtab.stock.load import load_adapter
 
-LOGGER = "accelerate.utils.modeling"
 _REQUIRED = re.compile(r"- (\S+): (\d+(?:\.\d+)?) bytes required")
 _PACKED = "_trimtab_packed_bytes"
 
@@ -150,15 +148,24 @@ def _peft_stops_at_its_map(plan: dict[str, Any], placed: _Placed, free: dict[int
     def inferred(model: Any, *args: Any, **options: Any) -> Any:
         _pack(model)
         budgets = dict(options.get("max_memory") or {})
-        printed, logged, largest = io.StringIO(), _Messages(), _Largest()
-        with largest, logged, contextlib.redirect_stdout(printed):
+        printed, largest, measure = io.StringIO(), [], accelerate_modeling.get_max_layer_size
+
+        def measured(*args: Any, **options: Any) -> Any:
+            nbytes, paths = measure(*args, **options)
+            largest.append([paths[0] if paths else "", nbytes])
+            return nbytes, paths
+
+        with (
+            patch.multiple(accelerate_modeling, get_max_layer_size=measured, logger=Mock()), contextlib.redirect_stdout(printed),
+        ):  # fmt: skip
             device_map = infer(model, *args, **{**options, "verbose": True})
+            logged = "\n".join(str(call.args[0]) for call in accelerate_modeling.logger.info.call_args_list)
         plan.clear()
         plan.update(
             runs=True, map=[*map(list, device_map.items())], budgets=[*map(list, budgets.items())],
             adapter=[*map(list, adapter.items())], after=placed.after(model, device_map),
-            total_bytes=accelerate_modeling.compute_module_sizes(model)[""], largest=largest.first,
-            required=[[device, float(nbytes)] for device, nbytes in _REQUIRED.findall("\n".join(logged.texts))],
+            total_bytes=accelerate_modeling.compute_module_sizes(model)[""], largest=largest[0],
+            required=[[device, float(nbytes)] for device, nbytes in _REQUIRED.findall(logged)],
             steps=[line for line in printed.getvalue().splitlines() if line],
         )  # fmt: skip
         raise _Planned
@@ -170,77 +177,20 @@ def _peft_stops_at_its_map(plan: dict[str, Any], placed: _Placed, free: dict[int
 # Inputs of accelerate -------------------------------------------------------------------------------------------------
 
 
-class _TorchWithGpus(types.ModuleType):
-    """torch for accelerate's planning on a machine that has no such GPU: the number of a device is a CUDA device."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__("torch")
-        self.cuda = types.SimpleNamespace(device_count=lambda: count, is_available=lambda: False)
-
-    def device(self, value: Any) -> Any:
-        return types.SimpleNamespace(type="cuda") if isinstance(value, int) else torch.device(value)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 @contextlib.contextmanager
 def _accelerate_sees(free: Mapping[int | str, int]) -> Iterator[None]:
-    """Make accelerate find these devices with this much free memory (bytes)."""
+    """Make accelerate find these devices with this much free memory (bytes): the number of a device is a CUDA device, also on a
+    machine without it."""
     read = accelerate_modeling.get_max_memory
     count = 1 + max((device for device in free if isinstance(device, int)), default=-1)
 
     def get_max_memory(max_memory: Any = None) -> Any:
         return dict(free) if max_memory is None else read(max_memory)
 
-    with patch.multiple(accelerate_modeling, torch=_TorchWithGpus(count), get_max_memory=get_max_memory):
+    def device(value: Any) -> Any:
+        return types.SimpleNamespace(type="cuda") if isinstance(value, int) else torch.device(value)
+
+    cuda = types.SimpleNamespace(device_count=lambda: count, is_available=lambda: False)
+    seen = types.SimpleNamespace(**{**vars(torch), "cuda": cuda, "device": device})
+    with patch.multiple(accelerate_modeling, torch=seen, get_max_memory=get_max_memory):
         yield
-
-
-# Output of accelerate -------------------------------------------------------------------------------------------------
-
-
-class _Messages(logging.Handler):
-    """Collects the texts that accelerate logs inside the block."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def __enter__(self) -> _Messages:
-        logger = logging.getLogger(LOGGER)
-        self._before = logger.level, logger.propagate
-        logger.addHandler(self)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        logger = logging.getLogger(LOGGER)
-        logger.removeHandler(self)
-        logger.level, logger.propagate = self._before
-
-
-class _Largest:
-    """The layer for which accelerate reserves memory at the start: the first result of its function."""
-
-    first: list[Any] | None = None
-
-    def __enter__(self) -> _Largest:
-        measure = accelerate_modeling.get_max_layer_size
-
-        def measured(*args: Any, **options: Any) -> Any:
-            nbytes, paths = measure(*args, **options)
-            if self.first is None:
-                self.first = [paths[0] if paths else "", nbytes]
-            return nbytes, paths
-
-        self._patch = patch.object(accelerate_modeling, "get_max_layer_size", measured)
-        self._patch.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._patch.stop()

@@ -14,15 +14,16 @@ from trimtab.doctor.preflight import findings
 from trimtab.doctor.preflight.adapter import AdapterReading, read_adapter_for
 from trimtab.doctor.preflight.answer import TOWERS, Answer, Asking, adapter_name, answer_for
 from trimtab.doctor.preflight.device_map import MapReading, check_map, read_map
-from trimtab.doctor.preflight.findings import Foreseen, find_bug, foresee, is_met
+from trimtab.doctor.preflight.findings import Foreseen, foresee, is_met
 from trimtab.doctor.preflight.second_plan import Device, SecondPlan, arithmetic, second_plan
 from trimtab.doctor.preflight.shape import ModelShape, read_shape
+from trimtab.doctor.traces.answer import known_bugs
 from trimtab.errors import gib
 from trimtab.machine.environment import Environment, read_environment
 from trimtab.planning.request.max_memory import merged_budgets
 from trimtab.planning.values.blocks import Machine
 from trimtab.planning.values.byte_sizes import Rates
-from trimtab.report.document import Block, Code, Document, Facts, Heading, Table, Text
+from trimtab.report.document import Block, Code, Document, Facts, Heading, Table, Text, some
 from trimtab.request import LoadRequest, parse_bytes
 
 FORMAT = 1
@@ -214,8 +215,7 @@ def _stack(versions: Mapping[str, str]) -> str:
 
 
 def _shown_map(devices: Mapping[str, str]) -> str:
-    shown = [f"{key!r}: {device}" for key, device in list(devices.items())[:8]]
-    return ", ".join(shown) + (f" and {len(devices) - 8} more keys" if len(devices) > 8 else "")
+    return some([f"{key!r}: {device}" for key, device in devices.items()], 8, " keys")
 
 
 def _unquantized(reading: MapReading, quant: str) -> list[tuple[str, str]]:
@@ -233,5 +233,5 @@ def _unquantized(reading: MapReading, quant: str) -> list[tuple[str, str]]:
 
 
 def _way_round(one: Foreseen) -> str:
-    bug = find_bug(one.bug) if one.bug else None
+    bug = known_bugs().get(one.bug)
     return "" if bug is None else f"; workaround: {bug.way_round}"

@@ -18,7 +18,7 @@ from trimtab.doctor.preflight.shape import ModelShape
 from trimtab.doctor.preflight.unquantized import stock_bytes
 from trimtab.errors import gib
 from trimtab.process.runner import DONE, Outcome, run_inside
-from trimtab.report.document import Block, Items, Table, Text, counted
+from trimtab.report.document import Block, Items, Table, Text, counted, some
 
 Device = int | str
 ROOT = PEFT_HEAD.rstrip(".")
@@ -63,18 +63,6 @@ class SecondPlan:
     is_split: bool = False
 
 
-@dataclass(frozen=True)
-class _Inferred:
-    """accelerate's answer, as `peft_dispatch.plan_of` gives it."""
-
-    device_map: dict[str, Device]
-    budgets: dict[Device, float]
-    required: dict[Device, float]
-    total_bytes: float
-    largest: tuple[str, float]
-    steps: tuple[str, ...]
-
-
 def second_plan(
     shape: ModelShape, reading: MapReading, adapter: AdapterReading, free: Mapping[Device, int], *,
     model: str | os.PathLike[str], dtype: str, python: str | os.PathLike[str] | None = None,
@@ -100,25 +88,22 @@ def second_plan(
     )  # fmt: skip
     if not plan["runs"]:
         return SecondPlan(runs=False, why=plan["why"])
-    inferred = _Inferred(
-        dict(plan["map"]), dict(plan["budgets"]), {_device(name): nbytes for name, nbytes in plan["required"]},
-        plan["total_bytes"], tuple(plan["largest"]), tuple(plan["steps"]),
-    )  # fmt: skip
+    device_map, budgets = dict(plan["map"]), dict(plan["budgets"])
+    required = {_device(name): int(nbytes) for name, nbytes in plan["required"]}
     lines, left = _free_then(reading, dict(plan["adapter"]), free)
     after: dict[str, str] = plan["after"]
     moved = _moved(shape, reading, after)
-    gpus = [device for device in inferred.budgets if isinstance(device, int)]
+    gpus = [device for device in budgets if isinstance(device, int)]
     offloaded = tuple(sorted(path for path in reading.quantized if after.get(f"{path}.weight") in OFF))
-    devices = set(map(str, inferred.device_map.values()))
+    devices = set(map(str, device_map.values()))
     return SecondPlan(
         runs=True, why=f"the base has modules on the CPU or disk ({', '.join(reading.keys_on(*OFF)[:4])})",
-        lines=(*lines, *_budget_lines(inferred, left, gpus)), steps=inferred.steps, device_map=inferred.device_map,
-        required={device: int(nbytes) for device, nbytes in inferred.required.items()},
-        required_words=tuple(_required(inferred, device) for device in inferred.required),
-        free_bytes=int(left.get(gpus[0], 0)) if gpus else 0, total_bytes=int(inferred.total_bytes),
+        lines=(*lines, *_budget_lines(plan, budgets, left, gpus)), steps=tuple(plan["steps"]), device_map=device_map,
+        required=required, required_words=tuple(_required(plan, *one) for one in required.items()),
+        free_bytes=int(left.get(gpus[0], 0)) if gpus else 0, total_bytes=int(plan["total_bytes"]),
         moved_to_main_bytes=moved["main"], moved_off_bytes=moved["off"], offloaded_quantized=offloaded,
         all_on_cpu=devices == {"cpu"}, is_split=len(devices) > 1,
-        disk_keys=tuple(path for path, device in inferred.device_map.items() if device == "disk"),
+        disk_keys=tuple(path for path, device in device_map.items() if device == "disk"),
     )  # fmt: skip
 
 
@@ -164,30 +149,31 @@ def _free_then(reading: MapReading, adapter: Mapping[str, int], free: Mapping[De
     return lines, {device: max(nbytes, 0) for device, nbytes in left.items()}
 
 
-def _budget_lines(inferred: _Inferred, left: Mapping[Device, int], gpus: list[int]) -> list[Line]:
+def _budget_lines(
+    plan: Mapping[str, Any], budgets: Mapping[Device, float], left: Mapping[Device, int], gpus: list[int]
+) -> list[Line]:
     lines = []
     for device in gpus:
-        budget = int(inferred.budgets[device])
+        budget = int(budgets[device])
         share = f", {budget / left[device]:.0%} of what is free" if left.get(device) else ""
         lines.append(Line(f"GPU {device}: budget that accelerate takes{share}", budget))
         if device == gpus[0]:
-            path, nbytes = inferred.largest
+            path, nbytes = plan["largest"]
             lines.append(Line(f"less the largest layer, to bring it back when it is offloaded ({_own(path)})", -int(nbytes)))
-            lines.append(Line("= room for what is placed there", int(inferred.budgets[device] - nbytes)))
-    lines.append(Line("the model as accelerate counts it (no scales, LoRA in float32)", int(inferred.total_bytes)))
+            lines.append(Line("= room for what is placed there", int(budgets[device] - nbytes)))
+    lines.append(Line("the model as accelerate counts it (no scales, LoRA in float32)", int(plan["total_bytes"])))
     return lines
 
 
-def _required(inferred: _Inferred, device: Device) -> str:
+def _required(plan: Mapping[str, Any], device: Device, nbytes: int) -> str:
     """Return the parts of the number in accelerate's log line: the first module that it tried and the largest layer."""
-    nbytes = int(inferred.required[device])
-    refused = [match.groups() for match in map(_NO_ROOM.match, inferred.steps) if match and match.group(1) == str(device)]
+    refused = [match.groups() for match in map(_NO_ROOM.match, plan["steps"]) if match and match.group(1) == str(device)]
     if not refused:
         return f"{device}: {nbytes} bytes required"
     path = refused[-1][1]
-    size = max(int(nbytes) for _, path_refused, nbytes in refused if path_refused == path)  # with the modules that are tied to it
+    size = max(int(count) for _, path_refused, count in refused if path_refused == path)  # with the modules that are tied to it
     rest, share = nbytes - size, 100 * (nbytes - size) / nbytes if nbytes else 0.0
-    kept = f"{rest} for the largest layer ({_own(inferred.largest[0])}, {share:.1f} %)" if rest else "nothing kept back"
+    kept = f"{rest} for the largest layer ({_own(plan['largest'][0])}, {share:.1f} %)" if rest else "nothing kept back"
     return (
         f"{device}: {nbytes} bytes required = {size} for {_own(path)}, the first module that was tried, + {kept}. It says "
         "what one placement would need, not how much memory is missing"
@@ -213,8 +199,7 @@ def arithmetic(second: SecondPlan) -> list[Block]:
         return [Text(f"No second plan by PEFT: {second.why}")]
     placed = Counter(match.group(1) for match in map(_PUT.match, second.steps) if match)
     texts = [f"{counted(count, 'module')} put on {device}" for device, count in placed.items()]
-    shown = list((second.device_map or {}).items())
-    more = f" and {len(shown) - 8} more keys" if len(shown) > 8 else ""
-    texts += [*second.required_words, f"its map: {', '.join(f'{path!r}: {device!r}' for path, device in shown[:8])}{more}"]
+    shown = [f"{path!r}: {device!r}" for path, device in (second.device_map or {}).items()]
+    texts += [*second.required_words, f"its map: {some(shown, 8, ' keys')}"]
     rows = [(f"{line.bytes:,}", gib(line.bytes), line.text) for line in second.lines]
     return [Text(f"PEFT plans again: {second.why}"), Table(("bytes", "", ""), rows, has_note=True), Items(texts)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -233,7 +233,7 @@ def _answer(finding: Finding, paste: Paste) -> Answer:
     bug = known_bugs().get(signature.catalogue)
     return Answer(
         label=signature.label, meaning=signature.meaning, confidence=finding.confidence, rests_on=finding.rests_on, bug=bug,
-        bucket=_bucket(signature.label), owner=", ".join(bug.owner) if bug else signature.owner,
+        bucket=_bucket(signature.label), owner=", ".join(bug.owner) if bug else "",
         trackers=tuple(sorted(known_trackers(bug), key=lambda one: not one.may_be_open)), fix=_fix(bug, paste.versions),
         way_round=bug.way_round if bug else _OOM_WAY_ROUND if signature.label == "OOM_GPU" else "",
         ask=_ask(finding, bug, paste.versions), **facts,
@@ -287,7 +287,7 @@ def diagnosis_document(diagnosis: Diagnosis) -> Document:
     unknown = [one for one in diagnosis.answers if one.label == UNKNOWN]
     first, *rest = known or unknown
     times = f", {first.times} times" if first.times > 1 else ""
-    blocks: list[Block] = [Facts(list(_rows(first, times)))]
+    blocks: list[Block] = [Facts(_rows(first, times))]
     for one in rest[: MOST_SHOWN - 1] if known else ():
         blocks += [Heading(f"{one.label}: {one.meaning}"), Facts(_short_rows(one))]
     others = ", ".join(f"{one.label} (line {one.line})" for one in known[MOST_SHOWN:])
@@ -309,30 +309,21 @@ def _short_rows(answer: Answer) -> list[tuple[str, str]]:
     return [(name, value if len(value) <= SHORT else f"{value[: SHORT - 4]} ...") for name, value in rows]
 
 
-def _rows(answer: Answer, times: str) -> Iterator[tuple[str, str]]:
-    if answer.exception:
-        yield "pasted", f"{answer.exception[:160]} (line {answer.line}{times})"
-    yield "confidence", f"{answer.confidence}{': ' if answer.rests_on else ''}{', '.join(answer.rests_on)}"
-    if answer.bug is not None:
-        yield "known bug", f"{answer.bug.id} {answer.bug.name}: {answer.bug.title}"
-    if answer.owner:
-        yield "owner", answer.owner
-    if answer.bucket:
-        yield "bucket", answer.bucket
-    if answer.trackers:
-        yield "trackers", _trackers(answer.trackers)
-    if answer.label != UNKNOWN:
-        yield "fix", answer.fix
-    if answer.way_round:
-        yield "workaround", answer.way_round
-    if answer.looks_like:
-        yield "looks like", "(by its words; this is no diagnosis)"
+def _rows(answer: Answer, times: str) -> list[tuple[str, str]]:
+    """Return what is known of the answer, and what to ask."""
+    bug = answer.bug
+    rows = [
+        ("pasted", f"{answer.exception[:160]} (line {answer.line}{times})" if answer.exception else ""),
+        ("confidence", f"{answer.confidence}{': ' if answer.rests_on else ''}{', '.join(answer.rests_on)}"),
+        ("known bug", f"{bug.id} {bug.name}: {bug.title}" if bug is not None else ""), ("owner", answer.owner),
+        ("bucket", answer.bucket), ("trackers", _trackers(answer.trackers) if answer.trackers else ""),
+        ("fix", answer.fix if answer.label != UNKNOWN else ""), ("workaround", answer.way_round),
+        ("looks like", "(by its words; this is no diagnosis)" if answer.looks_like else ""),
+    ]  # fmt: skip
     for one in answer.looks_like:
-        yield "", f"{one.bug.id} {one.bug.name}: {one.bug.title}"
-        for tell in one.tell:
-            yield "", tell
-    for place, ask in enumerate(answer.ask):
-        yield "ask next" if place == 0 else "", ask
+        rows += [("", f"{one.bug.id} {one.bug.name}: {one.bug.title}"), *(("", tell) for tell in one.tell)]
+    rows += [("ask next" * (not place), ask) for place, ask in enumerate(answer.ask)]
+    return [(name, text) for name, text in rows if text]
 
 
 def _trackers(trackers: tuple[Tracker, ...]) -> str:

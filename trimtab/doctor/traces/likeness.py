@@ -8,10 +8,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from trimtab.doctor.facts.bug import Bug
-from trimtab.doctor.traces.reported import REPORTED
+from trimtab.process.files import read_sections
 
+# The words in which people report each entry.
+REPORTED = {
+    name.upper(): tuple(text.splitlines())
+    for name, text in read_sections(Path(__file__).with_name("reported.ini"))["entries"].items()
+}
 MOST_LISTED = 3
 # Chosen on the development half; tools/score_traces.py measures both halves.
 LEAST_SCORE = 2.4

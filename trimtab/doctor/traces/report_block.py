@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trimtab.errors import gib
+from trimtab.machine.environment import Environment, environment_document
 from trimtab.process.redact import check_clean, clean, clean_all
-from trimtab.report.document import Block, Code, Document, Heading
+from trimtab.report.document import Code, Document, changed, joined
 from trimtab.report.render import FORMS
 
-if TYPE_CHECKING:
-    from trimtab.machine.environment import Environment
-
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safetensors", "triton", "torchao", "trimtab")
 MOST_KEYS = 40
 MOST_CHARS = 600
 # Fields of a config.json that identify the model; the others are sizes.
@@ -34,7 +31,7 @@ def report_block(
 ) -> str:  # fmt: skip
     """Return the block as Markdown. Errors: CheckpointError, AdapterError for unreadable files; RequestError if it would
     contain personal data."""
-    parts = [("System", _system(environment)), ("Memory", _memory(environment))]
+    parts: list[tuple[str, list[str]]] = []
     if model is not None:
         parts.append(("Model", _model(model)))
     if device_map is not None:
@@ -43,28 +40,11 @@ def report_block(
         parts.append(("Adapter", _adapter(adapter)))
     parts.append(("Please add", list(TO_ADD)))
     # Names, patterns, maps and code are shown as they are, so that nothing in them is markup.
-    blocks: list[Block] = [block for title, lines in parts for block in (Heading(title), Code("\n".join(lines)))]
-    text = FORMS[".md"].show(Document("Versions, memory and files", blocks))
+    shown = [Document(title, [Code("\n".join(lines))]) for title, lines in parts]
+    whole = joined("Versions, memory and files", [changed(environment_document(environment), clean), *shown])
+    text = FORMS[".md"].show(whole)
     check_clean(text, what="report")
     return text
-
-
-def _system(environment: Environment) -> list[str]:
-    rows = [f"{environment.implementation} {environment.python}, {clean(environment.os)}, {environment.architecture}"]
-    built = f"CUDA {environment.cuda}" if environment.cuda else f"ROCm {environment.hip}" if environment.hip else "CPU"
-    for name in PACKAGES:
-        package = environment.packages.get(name)
-        if package is not None and package.version:
-            rows.append(f"{name} {package.version}{f' (built for {built})' if name == 'torch' else ''}")
-    if environment.driver:
-        rows.append(f"NVIDIA driver {environment.driver}")
-    return rows
-
-
-def _memory(environment: Environment) -> list[str]:
-    gpus = [f"GPU {gpu.index}: {clean(gpu.name)}, {gib(gpu.free_bytes)} free of {gib(gpu.total_bytes)}" for gpu in environment.gpus]
-    host = f"host: {gib(environment.host_available_bytes)} available of {gib(environment.host_total_bytes)}"
-    return [*(gpus or ["no GPU that torch can use"]), host]
 
 
 def _model(model: str) -> list[str]:

@@ -38,6 +38,7 @@ from trimtab.formats.packed import split_packed
 from trimtab.formats.record import PackedEntry, float_dtype
 from trimtab.process.json_file import check_file
 from trimtab.process.packages import switch
+from trimtab.report.document import some
 from trimtab.request import EXPERTS
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ _ONE_PROBE = threading.Lock()
 NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 TOO_LARGE = "No released model is so large: a count in config.json is wrong"
 AUTO_CLASSES = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText", "AutoModelForCausalLM")
+# Names of tensors in a message.
+SHOWN = 20
 
 
 @dataclass
@@ -294,7 +297,7 @@ def _check_shapes(checkpoint: Checkpoint, info: LoadingInfo) -> None:
     wrong = [f"{name} is {list(have)}, the model's is {list(want)}" for name, have, want in sorted(info["mismatched_keys"])]
     if wrong:
         raise CheckpointError(
-            f"{len(wrong)} tensors have another shape than the model: {_shortened(wrong)}", path=checkpoint.path,
+            f"{len(wrong)} tensors have another shape than the model: {some(wrong, SHOWN)}", path=checkpoint.path,
             hint="config.json belongs to another checkpoint",
         )  # fmt: skip
 
@@ -305,14 +308,14 @@ def _check_complete(checkpoint: Checkpoint, model: HFModel, parameters: Iterable
     if lost:
         others = sorted(info["unexpected_keys"])
         raise CheckpointError(
-            f"{len(lost)} tensors of {type(model).__name__} are missing: {_shortened(lost)}"
-            + (f"; {len(others)} other tensors are not used: {_shortened(others, 3)}" if others else ""),
+            f"{len(lost)} tensors of {type(model).__name__} are missing: {some(lost, SHOWN)}"
+            + (f"; {len(others)} other tensors are not used: {some(others, 3)}" if others else ""),
             path=checkpoint.path, tensor_name=lost[0] if len(lost) == 1 else None,
             hint="A file is missing or truncated, or config.json belongs to another checkpoint",
         )  # fmt: skip
     if checkpoint.is_gguf and (others := sorted(info["unexpected_keys"])):
         raise CheckpointError(
-            f"{len(others)} tensors have no place in {type(model).__name__}: {_shortened(others)}", path=checkpoint.path,
+            f"{len(others)} tensors have no place in {type(model).__name__}: {some(others, SHOWN)}", path=checkpoint.path,
             hint="The answer would lack them: use the safetensors files that this file was made from",
         )  # fmt: skip
 
@@ -326,14 +329,10 @@ def _check_followed(
     for names, what in ((escaped, "in a way that cannot be traced"), (undefined, "without assigning a value")):
         if names:
             raise CheckpointError(
-                f"transformers {transformers.__version__} makes {_shortened(names)} of {type(model).__name__} {what}",
+                f"transformers {transformers.__version__} makes {some(names, SHOWN)} of {type(model).__name__} {what}",
                 path=checkpoint.path, tensor_name=names[0],
                 hint="This architecture cannot be loaded; please report it",
             )  # fmt: skip
-
-
-def _shortened(names: list[str], count: int = 20) -> str:
-    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
 # Stock's quantization -------------------------------------------------------------------------------------------------
