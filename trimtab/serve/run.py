@@ -24,12 +24,11 @@ from starlette.routing import BaseRoute
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.process import phases
 from trimtab.serve.contract import log as journal
-from trimtab.serve.contract.head_lines import is_loopback
-from trimtab.serve.contract.settings import Settings
+from trimtab.serve.contract.settings import Live, Settings, is_loopback
 from trimtab.serve.http.app import make_app
 from trimtab.serve.http.connection import RESERVE, Guard, GuardedProtocol
 from trimtab.serve.http.listener import BACKLOG, address_of, listen
-from trimtab.serve.http.live import Live, Reloader, Reread
+from trimtab.serve.http.live import Reloader, Reread
 from trimtab.serve.observe import tracing
 from trimtab.serve.observe.metrics import Metrics
 from trimtab.serve.pool import Pool

@@ -8,9 +8,8 @@ import pytest
 from tests.raised import raised, refused
 from tests.serving import MockPool, client, failed, words
 from trimtab.errors import RequestError
-from trimtab.serve.contract.head_lines import is_loopback
 from trimtab.serve.contract.quotas import KeyLimits, QuotaError, Quotas
-from trimtab.serve.contract.settings import Limits, Settings
+from trimtab.serve.contract.settings import Limits, Settings, is_loopback
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])

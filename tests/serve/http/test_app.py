@@ -24,7 +24,7 @@ from tests.serving import MockPool, client, failed, forever, late, token, words
 from tests.waiting import turns, until_async
 from trimtab import errors
 from trimtab.errors import DeviceError, RequestError, TrimtabError
-from trimtab.serve.api import answers, body
+from trimtab.serve.api import admission, answers
 from trimtab.serve.api.answer_types import Error
 from trimtab.serve.api.answers import ChatShape
 from trimtab.serve.api.routes import BESIDE, COMPLETIONS, MESSAGES, ROUTES, Described
@@ -365,7 +365,7 @@ def test_every_error_has_its_status_and_openais_shape(name):
 def test_every_error_class_of_ours_is_in_the_table():
     known = {
         kind.__name__
-        for module in (errors, scheduler, supervisor, faults, body, quotas)
+        for module in (errors, scheduler, supervisor, faults, admission, quotas)
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, TrimtabError)
     }
@@ -610,7 +610,7 @@ def test_every_key_is_compared_in_constant_time(monkeypatch):
         return hmac_compare(one, other)
 
     hmac_compare = hmac.compare_digest
-    monkeypatch.setattr("trimtab.serve.http.auth.hmac.compare_digest", compare)
+    monkeypatch.setattr("trimtab.serve.api.admission.hmac.compare_digest", compare)
     found = client(MockPool(), api_keys=("a", "a-much-longer-key"))
     for key, status in (("a", 200), ("b" * 100, 401), ("", 401)):
         assert found.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == status
@@ -636,7 +636,13 @@ def test_a_page_of_another_site_cannot_reach_a_server_without_a_key():
     pool = MockPool()
     for host in ("http://evil.example", "http://127.0.0.1.evil.example:8000", "http://[2001:db8::1]"):
         assert error_of(chat(client(pool, base_url=host)), 421)["code"] == "wrong_host"
-    for host in ("http://localhost:8000", "http://127.0.0.1:1", "http://[::1]:8000", "http://demo.localhost"):
+    for host in (
+        "http://localhost:8000",
+        "http://127.0.0.1:1",
+        "http://[::1]:8000",
+        "http://[::ffff:127.0.0.1]",
+        "http://demo.localhost",
+    ):
         assert chat(client(pool, base_url=host)).status_code == 200
     # What a browser sends to another site without asking first is no JSON.
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):

@@ -18,7 +18,7 @@ from trimtab.engine.chat import media_headers
 from trimtab.engine.chat.media_headers import webp_size
 from trimtab.errors import RequestError
 from trimtab.serve.api import schemas as wire
-from trimtab.serve.api.body import MEMORY_BYTES
+from trimtab.serve.api.admission import MEMORY_BYTES
 from trimtab.serve.contract.settings import Limits
 from trimtab.serve.media import cut_media, media
 from trimtab.serve.media.cut_media import CUT_BYTES

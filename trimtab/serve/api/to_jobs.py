@@ -9,10 +9,9 @@ from typing import Any, Protocol
 
 from trimtab.adapter_names import check_mix, mix_name
 from trimtab.checkpoint.names import near_names
-from trimtab.engine.chat.content_parts import empty_place
 from trimtab.errors import RequestError
-from trimtab.request import GenerateRequest
-from trimtab.serve.api.body import BodyLimits, JsonCounter
+from trimtab.request import GenerateRequest, empty_place
+from trimtab.serve.api.admission import BodyLimits, JsonCounter
 from trimtab.serve.api.schemas import (
     AssistantMessage,
     AudioPart,

@@ -24,8 +24,8 @@ from trimtab.serve.api import messages_api, responses_api
 from trimtab.serve.api import other_routes as beside
 from trimtab.serve.api import schemas as wire
 from trimtab.serve.api import to_jobs as asking
+from trimtab.serve.api.admission import FREE_BYTES, AccessMiddleware, BodyLimits, BodyTooLargeError, Reader, client_of, sender_of
 from trimtab.serve.api.answers import CLIENT_LEFT, ChatShape, CompletionShape, Merged, Shape, answer
-from trimtab.serve.api.body import FREE_BYTES, BodyLimits, BodyTooLargeError, Reader
 from trimtab.serve.api.routes import (
     ANTHROPICS,
     BESIDE,
@@ -46,9 +46,7 @@ from trimtab.serve.contract.errors import error_from_worker, error_json, error_r
 from trimtab.serve.contract.field_names import Names, client_error, client_field
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.quotas import Quotas
-from trimtab.serve.contract.settings import IGNORED_HEADER, RELOAD, Settings
-from trimtab.serve.http.auth import AccessMiddleware, client_of, sender_of
-from trimtab.serve.http.live import Live
+from trimtab.serve.contract.settings import IGNORED_HEADER, RELOAD, Live, Settings
 from trimtab.serve.http.openapi import description
 from trimtab.serve.media.fetch import Fetcher
 from trimtab.serve.observe.metrics import Metrics, Seen

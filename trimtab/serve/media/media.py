@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.engine.chat.content_parts import from_base64, split_data_url
 from trimtab.engine.chat.media_headers import (
     OGG_PAGES,
     PNG_CHUNKS,
@@ -17,7 +16,7 @@ from trimtab.engine.chat.media_headers import (
     wav_header,
 )
 from trimtab.errors import RequestError
-from trimtab.request import check_picture_size
+from trimtab.request import check_picture_size, from_base64, split_data_url
 from trimtab.serve.contract.settings import Limits
 from trimtab.serve.media.cut_media import Cut
 

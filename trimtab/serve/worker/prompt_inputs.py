@@ -19,13 +19,12 @@ from PIL import Image
 from trimtab.engine.batch.generate import hidden_ids
 from trimtab.engine.batch.request import Constraint
 from trimtab.engine.chat import prompt as chat
-from trimtab.engine.chat.content_parts import parts_in
 from trimtab.engine.chat.media import SAMPLE_RATE, picture_bytes, sound_rate
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.model import LoadedModel
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning.memory.media import LEAST_BUDGET_BYTES, MEDIA, patch_bytes, request_bytes, sound_bytes
-from trimtab.request import GenerateRequest
+from trimtab.request import GenerateRequest, parts_in
 from trimtab.serve.api.client_errors import for_client
 from trimtab.serve.contract.job import Job
 from trimtab.serve.contract.log import drop_tracebacks, write_traceback
