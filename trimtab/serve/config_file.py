@@ -12,6 +12,7 @@ from trimtab.adapter_names import without_demo_name
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import CheckpointError, RequestError, choices_text
 from trimtab.request import token_count
+from trimtab.serve.contract.plain_values import is_number
 from trimtab.serve.contract.quotas import KeyLimits
 from trimtab.serve.contract.settings import Limits
 from trimtab.serve.worker.registry import read_toml
@@ -127,7 +128,7 @@ def _value(action: argparse.Action, value: Any, folder: Path) -> Any:
 def _limits(made: dict[str, Any], options: argparse.Namespace, table: Any) -> list[str]:
     if not isinstance(table, Mapping):
         return ["limits: must be a table"]
-    wrong = [f"limits.{name}: must be a number" for name, one in table.items() if not _is_number(one)]
+    wrong = [f"limits.{name}: must be a number" for name, one in table.items() if not is_number(one)]
     known = [item.name for item in fields(Limits)]
     for name in table:
         if name not in known:
@@ -154,10 +155,6 @@ def _beside(table: Mapping[str, Any], flags: Sequence[str] | None) -> list[str] 
     """Return NAME=VALUE of a table, without names that a flag sets, followed by the flags."""
     flag_names = {flag.partition("=")[0] for flag in flags or ()}
     return [*(f"{name}={one}" for name, one in table.items() if name not in flag_names), *(flags or ())] or None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _keys(tables: Any, folder: Path) -> tuple[dict[str, KeyLimits], list[str]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -202,6 +203,39 @@ def end_all(flights: Iterable[Flight], calls: Iterable[Call], error: TrimtabErro
             call.future.set_exception(error)
     for flight in flights:
         flight.emit(error_event(flight.job.id, error))
+
+
+async def events_of(
+    supervisor: Supervisor, job: Job, *, on_dropped: Callable[[Mapping[str, Any]], None] | None = None,
+    wait: Callable[[Awaitable[Event]], Awaitable[Event]] = lambda event: event,
+) -> AsyncGenerator[Event, None]:  # fmt: skip
+    """Yield the events of a job until it is done. Closing the iterator early cancels the job. Errors: those of `submit` and `wait`.
+
+    on_dropped: called later with the computed tokens of a cancelled job. wait: waits for the next event.
+    """
+    loop = asyncio.get_running_loop()
+    events: asyncio.Queue[Event] = asyncio.Queue()
+
+    def take(event: Event) -> None:
+        if event.kind != "dropped":
+            events.put_nowait(event)
+        elif on_dropped is not None:
+            on_dropped(event.usage)
+
+    def emit(event: Event) -> None:
+        with suppress(RuntimeError):  # the loop has ended: nothing reads events any more
+            loop.call_soon_threadsafe(take, event)
+
+    supervisor.submit(job, emit)
+    is_over = False
+    try:
+        while not is_over:
+            event = await wait(events.get())
+            is_over = event.kind in ("done", "error")
+            yield event
+    finally:
+        if not is_over:
+            supervisor.cancel(job.id)
 
 
 class Supervisor:
