@@ -483,16 +483,21 @@ class Message(_Said, total=False):
     reasoning_content: str
 
 
-def parts_in(message: Message) -> list[Part]:
-    """Return the parts of a message; a text is one.
+def parts_in(message: Mapping[str, object]) -> list[Part]:
+    """Return the parts of a message; a text is one, and a message without content has none.
 
     {"type": "image", "image": X}                          X: a path, bytes, a Pillow image or an array
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,...", "detail": "low"}}
     {"type": "audio", "audio": X}                          X: a path, bytes, samples or (samples, rate)
     {"type": "input_audio", "input_audio": {"data": "...", "format": "wav"}}
     """
-    content = message["content"]
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    content: Any = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+
+
+def texts_in(message: Mapping[str, object]) -> list[str]:
+    """Return the texts of a message."""
+    return [part["text"] for part in parts_in(message) if part["type"] == "text"]
 
 
 def own_form(part: Mapping[str, object]) -> Mapping[str, object]:
@@ -555,6 +560,4 @@ def empty_place(messages: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _says_something(message: Mapping[str, Any]) -> bool:
-    content = message["content"]
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
-    return bool(message.get("tool_calls")) or any(part["type"] != "text" or part["text"].strip() for part in parts)
+    return bool(message.get("tool_calls")) or any(part["type"] != "text" or part["text"].strip() for part in parts_in(message))

@@ -12,7 +12,7 @@ from typing import Any
 
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.process.redact import own_folders
-from trimtab.serve.contract.errors import UnknownModelError, error_from_worker, plain_error
+from trimtab.serve.contract.errors import UnknownModelError, error_json, plain_error
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.settings import Settings
 from trimtab.serve.scheduling.scheduler import DeadlineError
@@ -233,7 +233,7 @@ class Pool:
                         named[name], weights[name] = served.adapters[name], served.weights.get(name, 1.0)
                         report["loaded"].append(shown)
                 except TrimtabError as exc:
-                    _, body = error_from_worker(plain_error(exc), self.folders, is_admin=True)
+                    _, body = error_json(plain_error(exc), self.folders, is_admin=True)
                     report["problems"].append(f"{shown}: {body['error']['message']}")
                 kept = tuple(name for name in member.served.kept if name in named)
                 member.served = replace(member.served, adapters=dict(named), kept=kept, weights=dict(weights))

@@ -814,4 +814,4 @@ def test_the_api_process_imports_no_torch():
 
 def test_refusals_of_ours_keep_their_fields():
     refused = faults.plain_error(RequestError("no", field="a", value=1, allowed=("b",)))
-    assert faults.error_from_worker(refused)[1]["error"]["fields"] == {"field": "a", "value": 1, "allowed": ["b"]}
+    assert faults.error_json(refused)[1]["error"]["fields"] == {"field": "a", "value": 1, "allowed": ["b"]}

@@ -17,7 +17,7 @@ from tests import toy_worker, waiting
 from tests.raised import raised
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.serve.contract.errors import error_from_worker, error_response
+from trimtab.serve.contract.errors import error_json, error_response
 from trimtab.serve.contract.job import Job
 from trimtab.serve.scheduling.scheduler import StoppingError
 from trimtab.serve.worker.ipc import Patience, exit_code_of
@@ -143,7 +143,7 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_and_not_tried_again(start):
     assert (supervisor.state, supervisor.restarts) == ("failed", 0)
     error = raised(ModelFailedError, lambda: supervisor.submit(job("1", "echo"), print))
     assert "no model" in str(error)
-    response = error_response(*error_from_worker(error.to_dict()))
+    response = error_response(*error_json(error.to_dict()))
     assert response.status_code == 503 and response.headers["retry-after"] == "30"
 
 
@@ -245,7 +245,7 @@ def test_a_stopped_worker_is_not_ready_and_is_put_back(start, is_asked):
     if is_asked:
         error = ends(told, 1)["running"].error
         assert error["class"] == "WorkerDiedError" and "did not respond for" in error["message"]
-        response = error_response(*error_from_worker(error))
+        response = error_response(*error_json(error))
         assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
     assert late.get(timeout=WAIT_S).kind == "started" and late.get(timeout=WAIT_S).text == str(supervisor.pid) != str(pid)
     assert (supervisor.state, supervisor.restarts) == ("ready", 1)

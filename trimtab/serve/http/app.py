@@ -42,7 +42,7 @@ from trimtab.serve.api.routes import (
     WITH_MEDIA,
 )
 from trimtab.serve.contract import log as journal
-from trimtab.serve.contract.errors import error_from_worker, error_json, error_response, http_error, note_refusal, plain_error
+from trimtab.serve.contract.errors import error_json, error_response, http_error, note_refusal, plain_error
 from trimtab.serve.contract.field_names import Names, client_error, client_field
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.quotas import Quotas
@@ -104,7 +104,7 @@ def on_trimtab_error(folders: Sequence[str] = ()) -> Callable[[Request, Exceptio
         assert isinstance(exc, TrimtabError)
         error = client_error(plain_error(exc), _names_of(request))
         note_refusal(error, folders)
-        return _as_asked(request, *error_from_worker(error, folders, is_admin=request.url.path == RELOAD))
+        return _as_asked(request, *error_json(error, folders, is_admin=request.url.path == RELOAD))
 
     return handle
 
@@ -144,7 +144,7 @@ async def _on_left(request: Request, exc: Exception) -> Response:
 
 
 async def _on_bug(request: Request, exc: Exception) -> Response:
-    response = _as_asked(request, *error_json("bug", "", {}))
+    response = _as_asked(request, *error_json({"class": "bug", "message": "", "fields": {}}))
     if journal.request_id():  # this answer is made outside of the journal
         response.headers[journal.HEADER] = journal.request_id()
     return response

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from trimtab.engine.chat.media_headers import (
     OGG_PAGES,
@@ -130,13 +129,3 @@ def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> float:
     if decoded_bytes > limits.audio_bytes:
         raise RequestError(f"has {decoded_bytes} bytes decoded, the limit is {limits.audio_bytes}", field=field)
     return seconds
-
-
-def image_part(data: bytes, *, detail: str | None = None) -> dict[str, Any]:
-    """Return an image as a message part for the worker."""
-    return {"type": "image", "image": data, **({"detail": "low"} if detail == "low" else {})}
-
-
-def sound_part(data: bytes) -> dict[str, Any]:
-    """Return an audio clip as a message part for the worker."""
-    return {"type": "audio", "audio": data}
