@@ -10,12 +10,12 @@ from typing import Any
 
 from trimtab.adapter_names import without_demo_name
 from trimtab.checkpoint.names import near_names
-from trimtab.errors import CheckpointError, RequestError, choices_text
+from trimtab.errors import RequestError, choices_text
 from trimtab.request import token_count
 from trimtab.serve.contract.plain_values import is_number
 from trimtab.serve.contract.quotas import KeyLimits
 from trimtab.serve.contract.settings import Limits
-from trimtab.serve.worker.registry import read_toml
+from trimtab.serve.worker.registry import read_toml, refuse
 
 # Keys of a file that are no flags.
 TABLES = ("models", "limits", "keys", "adapters")
@@ -64,9 +64,7 @@ def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -
         made["model"] = str(path)
     elif made["model"] is None:
         problems.append("has no model: set model = or a [models.NAME] table")
-    if problems:
-        lines = "\n".join(f"  - {text}" for text in problems)
-        raise CheckpointError(f"{len(problems)} problem{'s' if len(problems) > 1 else ''}\n{lines}", path=path)
+    refuse(path, problems)
     return argparse.Namespace(**made)
 
 

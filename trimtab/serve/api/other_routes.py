@@ -8,7 +8,9 @@ import struct
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from trimtab.errors import RequestError
@@ -31,16 +33,13 @@ async def in_turn(
     """
     began = time.monotonic()
     for job in jobs:
-        stream = pool.submit(model, replace(job, waited_s=time.monotonic() - began), on_dropped)
-        try:
+        async with aclosing(pool.submit(model, replace(job, waited_s=time.monotonic() - began), on_dropped)) as stream:
             async for event in stream:
                 if event.kind == "error":
                     yield event
                     return
                 if event.kind == "done":
                     yield replace(event, kind="result")
-        finally:
-            await stream.aclose()
     yield Event("", "done")
 
 
@@ -48,7 +47,7 @@ class _Result(Shape):
     """A response that is only sent whole."""
 
     def __init__(self, body: Any) -> None:
-        super().__init__(_Plain(body))
+        super().__init__(SimpleNamespace(model=body.model, stream=False, n=1))
         self.given = body
         self.results: list[Any] = []
 
@@ -61,13 +60,6 @@ class _Result(Shape):
     def shown(self, result: Mapping[str, Any]) -> Any:
         """Return the part of a result that is kept until all have arrived."""
         return result
-
-
-class _Plain:
-    stream, n = False, 1
-
-    def __init__(self, body: Any) -> None:
-        self.model = body.model
 
 
 # Embeddings -----------------------------------------------------------------------------------------------------------

@@ -153,9 +153,8 @@ class Metrics:
         """Count one request. cached_tokens: those of its prompt whose keys and values were cached."""
         self._endings.setdefault(labels, set()).add(how)
         self.requests.labels(*labels, how).inc()
-        self.tokens.labels(*labels, "prompt").inc(prompt_tokens)
-        self.tokens.labels(*labels, "cached").inc(cached_tokens)
-        self.tokens.labels(*labels, "completion").inc(completion_tokens)
+        for kind, count in zip(TOKEN_KINDS, (prompt_tokens, cached_tokens, completion_tokens), strict=True):
+            self.tokens.labels(*labels, kind).inc(count)
 
     def recent(self) -> list[dict[str, Any]]:
         """Return the last requests, the newest first."""

@@ -157,13 +157,15 @@ def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedM
         problems += wrong
         if model is not None:
             models.append(model)
-    problems += _shared_names(models)
-    if problems:
-        raise CheckpointError(
-            f"{len(problems)} problem{'s' if len(problems) > 1 else ''}\n" + "\n".join(f"  - {text}" for text in problems),
-            path=path,
-        )
+    refuse(path, [*problems, *_shared_names(models)])
     return tuple(models)
+
+
+def refuse(path: Path, problems: Sequence[str]) -> None:
+    """Raise CheckpointError with every problem of a file, if there are any."""
+    if problems:
+        lines = "\n".join(f"  - {text}" for text in problems)
+        raise CheckpointError(f"{len(problems)} problem{'s' if len(problems) > 1 else ''}\n{lines}", path=path)
 
 
 def check_present(models: Sequence[ServedModel]) -> None:
