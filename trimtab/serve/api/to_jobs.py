@@ -57,7 +57,7 @@ def voice_of(pool: Names, body: Any) -> tuple[str, str | None]:
 
 def jobs_of(
     body: ChatRequest | CompletionRequest, prompts: Sequence[Any], *, adapter: str | None, context_tokens: int,
-    limits: Limits, deadline_s: float | None, most_jobs: int, client: str = "",
+    limits: Limits, most_jobs: int,
 ) -> list[Job]:  # fmt: skip
     """Return a job for each choice of each prompt, the choices of a prompt adjacent. most_jobs: that rows and queue hold. Errors:
     RequestError."""
@@ -78,8 +78,8 @@ def jobs_of(
     groups = [uuid.uuid4().hex if body.n > 1 else "" for _ in prompts]
     return [
         Job(
-            uuid.uuid4().hex, prompt, request, group=group, adapter=adapter, deadline_s=deadline_s, top_logprobs=top, schema=schema,
-            fills_context=fills_context(body), client=client, **calls,
+            uuid.uuid4().hex, prompt, request, group=group, adapter=adapter, top_logprobs=top, schema=schema,
+            fills_context=fills_context(body), **calls,
             prompt_logprobs=body.prompt_logprobs if request is requests[0] else None,
             continue_final_message=isinstance(body, ChatRequest) and bool(body.continue_final_message),
         )
