@@ -131,7 +131,7 @@ NUMBERS = (
     Number("largest_room", "files in the largest room, the catalogue of bugs apart", 13, 13, House.largest_room),
     Number("any_in_engine", "`Any` in the engine", 400, 120, House.any_in_engine),
     Number("run_files", "files entered by `trimtab run`", 60, 40, lambda house: house.traced("run"), is_traced=True),
-    Number("chat_files", "files entered by a warm chat request", 42, 30, lambda house: house.traced("chat"), is_traced=True),
+    Number("chat_files", "files entered by a warm chat request", 45, 30, lambda house: house.traced("chat"), is_traced=True),
     Number("gguf_lines", "lines of the longest format, GGUF", 300, 200, lambda house: house.format_lines()["gguf"], 10),
     Number("package_lines", "lines of Python in the package", 82_000, 79_000, lambda house: house.lines("trimtab"), 500),
     Number("test_lines", "lines of Python in the tests", 70_000, 55_000, lambda house: house.lines("tests"), 500),

@@ -399,12 +399,6 @@ def test_a_server_whose_only_model_cannot_be_loaded_ends_with_the_reason(tmp_pat
     assert last.startswith("trimtab: ") and words in last
 
 
-def test_the_page_is_left_out_where_it_is_not_wanted():
-    from trimtab.serve.contract.settings import Settings
-
-    assert list(run.page_of(Settings(page=False))) == []
-
-
 # Clients that close their direction -----------------------------------------------------------------------------------
 
 

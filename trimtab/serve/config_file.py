@@ -46,10 +46,13 @@ def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -
             listed = choices_text((), near) or " (`trimtab serve --help` lists the flags; a key is a flag's name with _ for -)"
             problems.append(f"unknown key {name!r}{listed}")
             continue
-        if isinstance(wrong := _value(action, value, folder), _Wrong):
-            problems.append(f"{name}: {wrong.why}")
-        elif getattr(options, name) == action.default:
-            made[name] = wrong
+        try:
+            read = _value(action, value, folder)
+        except ValueError as exc:
+            problems.append(f"{name}: {exc}")
+            continue
+        if getattr(options, name) == action.default:
+            made[name] = read
     problems += _limits(made, options, table.get("limits", {}))
     problems += _adapters(made, options, table.get("adapters", {}), folder)
     made["named_keys"], wrong_keys = _keys(table.get("keys", {}), folder)
@@ -85,38 +88,35 @@ def keys_of(options: argparse.Namespace) -> dict[str, str]:
     return keys
 
 
-class _Wrong:
-    def __init__(self, why: str) -> None:
-        self.why = why
-
-
 def _value(action: argparse.Action, value: Any, folder: Path) -> Any:
-    """Return a flag's value as from the command line, or the problem."""
+    """Return a flag's value as from the command line. Errors: ValueError with the problem."""
     if action.nargs == 0:
-        return value if isinstance(value, bool) else _Wrong("must be true or false")
+        if not isinstance(value, bool):
+            raise ValueError("must be true or false")
+        return value
     if type(action).__name__ == "_AppendAction":
         if isinstance(value, Mapping):
             return [f"{key}={one}" for key, one in value.items()]
         if isinstance(value, list) and all(isinstance(one, str) for one in value):
             return value
         has_names = "=" in str(action.metavar)
-        return _Wrong("must be a list of texts or a table" if has_names else 'must be a list of texts, such as ["..."]')
+        raise ValueError("must be a list of texts or a table" if has_names else 'must be a list of texts, such as ["..."]')
     if isinstance(value, str) and action.type is token_count:
         try:
             return token_count(value)
         except RequestError as exc:
-            return _Wrong(f"{exc.value!r} {exc.reason}")
+            raise ValueError(f"{exc.value!r} {exc.reason}") from exc
     kind: Any = action.type
     is_float = isinstance(kind, type) and issubclass(kind, float)
     if is_float or action.type in (int, token_count):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or (not is_float and not isinstance(value, int)):
-            return _Wrong("must be a number" if is_float else "must be an integer")
+        if not is_number(value) or (not is_float and not isinstance(value, int)):
+            raise ValueError("must be a number" if is_float else "must be an integer")
         return kind(value) if is_float else value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        return _Wrong("must be a text")
+        raise ValueError("must be a text")
     text = str(value)
     if action.choices is not None and text not in action.choices:
-        return _Wrong(f"must be {', '.join(action.choices)}")
+        raise ValueError(f"must be {', '.join(action.choices)}")
     if action.dest == "model":  # may be a hub id
         return str(folder / text) if without_demo_name(text, folder) == text and (folder / text).exists() else text
     is_json = action.dest in ("device_map", "max_memory") and text.strip().startswith("{")

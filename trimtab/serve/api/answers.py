@@ -167,6 +167,9 @@ class Part:
     name: str = ""
     text: str = ""
 
+    def add(self, text: str) -> None:
+        self.text += text
+
 
 class NamedEvents(Shape):
     """The form of an answer of one choice, which is parts one after the other; its events have their types as names."""
@@ -198,7 +201,7 @@ class NamedEvents(Shape):
         if "name" in call:
             return begun
         text = call.get("arguments", event.text)
-        part.text += text
+        part.add(text)
         return [*begun, self.grown(part, text)]
 
     # The events that begin a part, that of its next text, those that end it and those that end the answer.
