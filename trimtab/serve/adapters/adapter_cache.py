@@ -155,7 +155,7 @@ class AdapterCache:
             )  # fmt: skip
 
     def _room_beside(self, kept: set[str]) -> int:
-        """Return the bytes for adapters on the model beside those of these keys."""
+        """Return the bytes for adapters on the model in addition to those of these keys."""
         sizes = self.model.adapter_sizes
         return self.model.free_adapter_bytes() + sum(sizes[key] for key in self._resident if key not in kept)
 
