@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tests.raised import refused
 from trimtab.adapter_names import NamedAdapter, parse_adapter, parse_adapters, parse_unweighted, paths_of
 from trimtab.cli.flags.wording import in_flags
 from trimtab.errors import RequestError
-from trimtab.request import GenerateRequest, LoadRequest, parse_bytes
+from trimtab.request import BASE64_PIECE, GenerateRequest, LoadRequest, empty_place, from_base64, own_form, parse_bytes
 
 
 @pytest.mark.parametrize(("text", "name", "path", "weight"), [
@@ -215,3 +216,42 @@ def test_torchs_own_dtypes_are_taken() -> None:
         assert LoadRequest(model="m", dtype=dtype).dtype == name  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="unknown choice"):
         LoadRequest(model="m", dtype=torch.int8)  # type: ignore[arg-type]
+
+
+PNG = "data:image/png;base64,UE5H"
+
+
+@pytest.mark.parametrize(("part", "own"), [
+    ({"type": "image_url", "image_url": {"url": PNG}}, {"type": "image", "image": b"PNG"}),
+    ({"type": "image_url", "image_url": PNG}, {"type": "image", "image": b"PNG"}),
+    ({"type": "image_url", "image_url": {"url": PNG, "detail": "low"}}, {"type": "image", "image": b"PNG", "detail": "low"}),
+    ({"type": "input_audio", "input_audio": {"data": "V0FW", "format": "wav"}}, {"type": "audio", "audio": b"WAV"}),
+    ({"type": "input_audio", "input_audio": {"data": "data:audio/wav;base64,V0FW"}}, {"type": "audio", "audio": b"WAV"}),
+])  # fmt: skip
+def test_openais_parts_become_our_own(part: dict[str, object], own: dict[str, object]) -> None:
+    assert own_form(part) == own
+
+
+@pytest.mark.parametrize(("part", "reason"), [
+    ({"type": "image_url", "image_url": "https://example.org/a.png"}, "nothing is fetched"),
+    ({"type": "image_url", "image_url": None}, "nothing is fetched"),
+    ({"type": "input_audio", "input_audio": {"format": "wav"}}, "has no data"),
+    ({"type": "input_audio", "input_audio": {"data": "V0F="  + "A" * BASE64_PIECE}}, "is not base64"),
+    ({"type": "input_audio", "input_audio": {"data": "V0FW!"}}, "is not base64"),
+    ({"type": "image_url", "image_url": "data:image/png;base64,"}, "is empty"),
+])  # fmt: skip
+def test_a_part_that_holds_nothing_to_read_is_refused(part: dict[str, object], reason: str) -> None:
+    assert refused(own_form, part, match=reason).field == ("image" if part["type"] == "image_url" else "audio")
+
+
+def test_base64_in_several_pieces_is_that_of_the_whole() -> None:
+    data = os.urandom(BASE64_PIECE)  # a third longer as text
+    assert from_base64("x" * 5 + base64.b64encode(data).decode(), field="image", start=5) == data
+
+
+@pytest.mark.parametrize(("messages", "place"), [
+    ([("user", "a")], None), ([("user", " ")], 0), ([("system", "a"), ("user", [])], 1), ([("system", " ")], 0),
+    ([("user", "a"), ("assistant", "")], None), ([("user", [{"type": "image", "image": b""}])], None),
+])  # fmt: skip
+def test_a_chat_without_a_prompt_names_its_empty_message(messages: list[tuple[str, object]], place: int | None) -> None:
+    assert empty_place([{"role": role, "content": content} for role, content in messages]) == place

@@ -44,7 +44,7 @@ engine/towers (runtime): bounds_check<tower_check pieces<tower_forms graphs<towe
 engine/loader (runtime): anatomy_builder load processor<hf_processor tracing<probe transformers_model<hf
     transformers_model<hf_renames head_kernel<head8_choice
 engine/templates (runtime): budget<template_budget costs<template_costs budget<hf_templates
-engine/chat (runtime): answer_forms answer_reader call_values content_parts control_tokens marks media media_check media_headers
+engine/chat (runtime): answer_forms answer_reader call_values control_tokens marks media media_check media_headers
     prompt<chat control_tokens<turn_end
 engine/prefill (runtime): encoder_cache rows<open_prompts packing<prompt_layouts packing<packed_prompts
     prefill<prefill_graphs prefix_cache rows<prompt_job stock_pass<hf_own_pass tower_passes warm_up<capture_ahead
@@ -55,6 +55,7 @@ engine (runtime): __init__ model_calls<asking model_calls<waiting float16_check 
 serve/worker (runtime): prompt_inputs<media_ahead
 demo (demo): demo<line
 cli/commands (.): plan_run<show
+. (runtime): request<content_parts
 """
 
 # former module (place of its former members): new<old; a bare name keeps its name. Of the same arguments, or with more. A name of

@@ -53,10 +53,10 @@ def test_the_picture_names_files_of_the_package():
 
 
 def test_a_picture_says_the_files_that_it_was_made_of():
-    files = ["serve/http/auth.py", "errors.py", "serve/http/app.py", *(f"engine/chat/{'x' * 20}{i}.py" for i in range(9))]
+    files = ["serve/http/connection.py", "errors.py", "serve/http/app.py", *(f"engine/chat/{'x' * 20}{i}.py" for i in range(9))]
     text = request_path.picture({"API process": files})
     assert max(map(len, text.splitlines())) <= request_path.WIDTH and sorted(request_path.files_of(text)) == sorted(files)
-    assert "  serve/http                auth > app\n" in text and text.startswith("API process: 12 files\n")
+    assert "  serve/http                connection > app\n" in text and text.startswith("API process: 12 files\n")
 
 
 NEWEST = (printed_plans.ROOT / "locks" / "newest.txt").read_text(encoding="utf-8")

@@ -214,7 +214,7 @@ def test_a_log_of_json_has_no_other_lines_and_the_threads_of_the_file_are_used(t
         seen["waiting"] = list(reread()[2])
 
     monkeypatch.setattr(run, "serve", serve)
-    monkeypatch.setattr("trimtab.serve.pool.Pool.begin", lambda pool: None)
+    monkeypatch.setattr("trimtab.serve.slots.Slots.begin", lambda slots: None)
     for name in ("OMP_NUM_THREADS", "TRIMTAB_LOG_FORMAT", "TRIMTAB_LOG_LEVEL"):
         monkeypatch.setenv(name, os.environ.get(name, "1"))
     loggers = [logging.getLogger(name) for name in ("trimtab", "uvicorn")]

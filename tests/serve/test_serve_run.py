@@ -21,7 +21,7 @@ from trimtab.serve import run
 from trimtab.serve.contract.settings import Settings
 from trimtab.serve.http import listener
 from trimtab.serve.http.listener import address_of, listen
-from trimtab.serve.pool import Pool
+from trimtab.serve.slots import Slots
 
 WAIT_S = 30
 posix = pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's; Windows has Ctrl-C alone")
@@ -315,7 +315,7 @@ def python(*arguments):
 ])  # fmt: skip
 def test_what_the_command_cannot_do_is_said_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(Pool, "begin", lambda pool: pytest.fail("a worker was started"))
+    monkeypatch.setattr(Slots, "begin", lambda slots: pytest.fail("a worker was started"))
     assert cli.main(["serve", *arguments, "--port", "0"]) == 2
     said = capsys.readouterr().err
     assert words in said and "Traceback" not in said
@@ -332,10 +332,10 @@ class BeginError(Exception):
 
 
 def test_no_worker_starts_before_the_port_is_taken(monkeypatch):
-    def begin(pool):
+    def begin(slots):
         raise BeginError
 
-    monkeypatch.setattr(Pool, "begin", begin)
+    monkeypatch.setattr(Slots, "begin", begin)
     with listen("127.0.0.1", 0) as first:
         settings = Settings(port=first.getsockname()[1], page=False)
         with pytest.raises(RequestError) as caught:
@@ -350,11 +350,11 @@ def test_connections_wait_from_the_start_of_the_workers_on_and_end_with_the_comm
         listening.append(listen(host, port))
         return listening[0]
 
-    def begin(pool):
+    def begin(slots):
         early.append(socket.create_connection(listening[0].getsockname(), timeout=WAIT_S))
         raise BeginError
 
-    monkeypatch.setattr(Pool, "begin", begin)
+    monkeypatch.setattr(Slots, "begin", begin)
     monkeypatch.setattr(listener, "listen", listen_here)
     with pytest.raises(BeginError):
         commands_serve._serve([], Settings(port=0, page=False), 1, print, reread=None)
@@ -397,12 +397,6 @@ def test_a_server_whose_only_model_cannot_be_loaded_ends_with_the_reason(tmp_pat
     assert found.returncode == code and "Traceback" not in found.stderr, found.stderr
     last = found.stderr.splitlines()[-1]
     assert last.startswith("trimtab: ") and words in last
-
-
-def test_the_page_is_left_out_where_it_is_not_wanted():
-    from trimtab.serve.contract.settings import Settings
-
-    assert list(run.page_of(Settings(page=False))) == []
 
 
 # Clients that close their direction -----------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ from typing import Any
 
 from trimtab.adapter_names import without_demo_name
 from trimtab.checkpoint.names import near_names
-from trimtab.errors import CheckpointError, RequestError, choices_text
+from trimtab.errors import RequestError, choices_text
 from trimtab.request import token_count
+from trimtab.serve.contract.plain_values import is_number
 from trimtab.serve.contract.quotas import KeyLimits
 from trimtab.serve.contract.settings import Limits
-from trimtab.serve.worker.registry import read_toml
+from trimtab.serve.worker.registry import read_toml, refuse
 
 # Keys of a file that are no flags.
 TABLES = ("models", "limits", "keys", "adapters")
@@ -45,10 +46,13 @@ def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -
             listed = choices_text((), near) or " (`trimtab serve --help` lists the flags; a key is a flag's name with _ for -)"
             problems.append(f"unknown key {name!r}{listed}")
             continue
-        if isinstance(wrong := _value(action, value, folder), _Wrong):
-            problems.append(f"{name}: {wrong.why}")
-        elif getattr(options, name) == action.default:
-            made[name] = wrong
+        try:
+            read = _value(action, value, folder)
+        except ValueError as exc:
+            problems.append(f"{name}: {exc}")
+            continue
+        if getattr(options, name) == action.default:
+            made[name] = read
     problems += _limits(made, options, table.get("limits", {}))
     problems += _adapters(made, options, table.get("adapters", {}), folder)
     made["named_keys"], wrong_keys = _keys(table.get("keys", {}), folder)
@@ -63,9 +67,7 @@ def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -
         made["model"] = str(path)
     elif made["model"] is None:
         problems.append("has no model: set model = or a [models.NAME] table")
-    if problems:
-        lines = "\n".join(f"  - {text}" for text in problems)
-        raise CheckpointError(f"{len(problems)} problem{'s' if len(problems) > 1 else ''}\n{lines}", path=path)
+    refuse(path, problems)
     return argparse.Namespace(**made)
 
 
@@ -86,38 +88,35 @@ def keys_of(options: argparse.Namespace) -> dict[str, str]:
     return keys
 
 
-class _Wrong:
-    def __init__(self, why: str) -> None:
-        self.why = why
-
-
 def _value(action: argparse.Action, value: Any, folder: Path) -> Any:
-    """Return a flag's value as from the command line, or the problem."""
+    """Return a flag's value as from the command line. Errors: ValueError with the problem."""
     if action.nargs == 0:
-        return value if isinstance(value, bool) else _Wrong("must be true or false")
+        if not isinstance(value, bool):
+            raise ValueError("must be true or false")
+        return value
     if type(action).__name__ == "_AppendAction":
         if isinstance(value, Mapping):
             return [f"{key}={one}" for key, one in value.items()]
         if isinstance(value, list) and all(isinstance(one, str) for one in value):
             return value
         has_names = "=" in str(action.metavar)
-        return _Wrong("must be a list of texts or a table" if has_names else 'must be a list of texts, such as ["..."]')
+        raise ValueError("must be a list of texts or a table" if has_names else 'must be a list of texts, such as ["..."]')
     if isinstance(value, str) and action.type is token_count:
         try:
             return token_count(value)
         except RequestError as exc:
-            return _Wrong(f"{exc.value!r} {exc.reason}")
+            raise ValueError(f"{exc.value!r} {exc.reason}") from exc
     kind: Any = action.type
     is_float = isinstance(kind, type) and issubclass(kind, float)
     if is_float or action.type in (int, token_count):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or (not is_float and not isinstance(value, int)):
-            return _Wrong("must be a number" if is_float else "must be an integer")
+        if not is_number(value) or (not is_float and not isinstance(value, int)):
+            raise ValueError("must be a number" if is_float else "must be an integer")
         return kind(value) if is_float else value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        return _Wrong("must be a text")
+        raise ValueError("must be a text")
     text = str(value)
     if action.choices is not None and text not in action.choices:
-        return _Wrong(f"must be {', '.join(action.choices)}")
+        raise ValueError(f"must be {', '.join(action.choices)}")
     if action.dest == "model":  # may be a hub id
         return str(folder / text) if without_demo_name(text, folder) == text and (folder / text).exists() else text
     is_json = action.dest in ("device_map", "max_memory") and text.strip().startswith("{")
@@ -127,7 +126,7 @@ def _value(action: argparse.Action, value: Any, folder: Path) -> Any:
 def _limits(made: dict[str, Any], options: argparse.Namespace, table: Any) -> list[str]:
     if not isinstance(table, Mapping):
         return ["limits: must be a table"]
-    wrong = [f"limits.{name}: must be a number" for name, one in table.items() if not _is_number(one)]
+    wrong = [f"limits.{name}: must be a number" for name, one in table.items() if not is_number(one)]
     known = [item.name for item in fields(Limits)]
     for name in table:
         if name not in known:
@@ -154,10 +153,6 @@ def _beside(table: Mapping[str, Any], flags: Sequence[str] | None) -> list[str] 
     """Return NAME=VALUE of a table, without names that a flag sets, followed by the flags."""
     flag_names = {flag.partition("=")[0] for flag in flags or ()}
     return [*(f"{name}={one}" for name, one in table.items() if name not in flag_names), *(flags or ())] or None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _keys(tables: Any, folder: Path) -> tuple[dict[str, KeyLimits], list[str]]:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.process.redact import own_folders
-from trimtab.serve.contract.errors import UnknownModelError, error_from_worker, plain_error
+from trimtab.serve.contract.errors import UnknownModelError, error_json, plain_error
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.settings import Settings
 from trimtab.serve.scheduling.scheduler import DeadlineError
 from trimtab.serve.slots import Member, Slots
 from trimtab.serve.worker.registry import ServedModel, check_sharing, in_full
-from trimtab.serve.worker.supervisor import Supervisor
+from trimtab.serve.worker.supervisor import Supervisor, events_of
 
 # The worker enforces the deadline of its jobs; this is for jobs that never reach it.
 DEADLINE_SLACK_S = 1.0
@@ -67,26 +68,8 @@ class Pool:
             supervisor = make(worker_settings, retry=settings.retry, on_change=self.slots.changed)
             self._members[served.name] = Member(served, supervisor, dict(served.adapters))
         self._created = int(time.time())
-
-    def begin(self) -> None:
-        """Start the first workers, as `Slots.begin`."""
-        self.slots.begin()
-
-    async def start(self) -> None:
-        """Start the first workers and give slots to waiting models, as `Slots.start`."""
-        await self.slots.start()
-
-    def refuse_new(self) -> None:
-        """Accept no new request from now on."""
-        self.slots.refuse_new()
-
-    async def drain(self, grace_s: float) -> None:
-        """Let running answers end within a time limit, then stop every worker."""
-        await self.slots.drain(grace_s)
-
-    def stop(self) -> None:
-        """Stop every worker now, from any thread."""
-        self.slots.stop()
+        self.begin, self.start, self.refresh = self.slots.begin, self.slots.start, self.slots.refresh
+        self.refuse_new, self.drain, self.stop = self.slots.refuse_new, self.slots.drain, self.slots.stop
 
     # Names ------------------------------------------------------------------------------------------------------------
 
@@ -166,29 +149,13 @@ class Pool:
         """
         member, clock = self._members[model], Clock(job.deadline_s, job.waited_s)
         await clock.limit(self.slots.enter(member), "it waited for its model", slack_s=0.0)
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Event] = asyncio.Queue()
-
-        def take(event: Event) -> None:
-            if event.kind != "dropped":
-                events.put_nowait(event)
-            elif on_dropped is not None:
-                on_dropped(event.usage)
-
-        def emit(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop has ended: nothing reads events any more
-                loop.call_soon_threadsafe(take, event)
-
-        is_over = False
+        limit = partial(clock.limit, where="it was answered", slack_s=DEADLINE_SLACK_S)
         try:
-            member.supervisor.submit(replace(job, waited_s=clock.waited_s), emit)
-            while not is_over:
-                event = await clock.limit(events.get(), "it was answered", slack_s=DEADLINE_SLACK_S)
-                is_over = event.kind in ("done", "error")
-                yield event
+            job = replace(job, waited_s=clock.waited_s)
+            async with aclosing(events_of(member.supervisor, job, on_dropped=on_dropped, wait=limit)) as events:
+                async for event in events:
+                    yield event
         finally:
-            if not is_over:
-                member.supervisor.cancel(job.id)
             self.slots.leave(member)
             if job.kind == "answer" and not member.is_counted:  # no other kind takes a step
                 member.ask_numbers()
@@ -266,7 +233,7 @@ class Pool:
                         named[name], weights[name] = served.adapters[name], served.weights.get(name, 1.0)
                         report["loaded"].append(shown)
                 except TrimtabError as exc:
-                    _, body = error_from_worker(plain_error(exc), self.folders, is_admin=True)
+                    _, body = error_json(plain_error(exc), self.folders, is_admin=True)
                     report["problems"].append(f"{shown}: {body['error']['message']}")
                 kept = tuple(name for name in member.served.kept if name in named)
                 member.served = replace(member.served, adapters=dict(named), kept=kept, weights=dict(weights))
@@ -300,10 +267,6 @@ class Pool:
             member.supervisor.state == "ready" or (member.supervisor.state == "stopped" and member.supervisor.plan is not None)
             for member in self._members.values()
         )
-
-    async def refresh(self) -> None:
-        """Let `status` have the present numbers of every worker that answers in time, as `Slots.refresh`."""
-        await self.slots.refresh()
 
     def status(self) -> Mapping[str, Any]:
         """Return the current state of every model for the page and the metrics, without paths. plan: None before the first

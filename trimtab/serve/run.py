@@ -19,17 +19,16 @@ from typing import Any
 import uvicorn
 from sse_starlette.sse import AppStatus
 from starlette.applications import Starlette
-from starlette.routing import BaseRoute
 
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.process import phases
 from trimtab.serve.contract import log as journal
-from trimtab.serve.contract.head_lines import is_loopback
-from trimtab.serve.contract.settings import Settings
+from trimtab.serve.contract.settings import Live, Settings, is_loopback
 from trimtab.serve.http.app import make_app
 from trimtab.serve.http.connection import RESERVE, Guard, GuardedProtocol
 from trimtab.serve.http.listener import BACKLOG, address_of, listen
-from trimtab.serve.http.live import Live, Reloader, Reread
+from trimtab.serve.http.live import Reloader, Reread
+from trimtab.serve.http.page import page_routes
 from trimtab.serve.observe import tracing
 from trimtab.serve.observe.metrics import Metrics
 from trimtab.serve.pool import Pool
@@ -76,7 +75,7 @@ def serve(
         say(line)
     live, metrics = Live(settings), Metrics()
     reloader = Reloader(pool, live, reread or (lambda: (models, settings, ())), metrics.forget)
-    extra = [*page_of(settings), *reloader.routes()]
+    extra = [*page_routes(settings), *reloader.routes()]
     app = make_app(pool, settings, metrics, extra=extra, folders=pool.folders, live=live, spans=spans)
     guard = Guard(settings.limits, room_for_connections(settings.limits.connections, say))
     server = _Server(app, pool, settings, guard, reloader)
@@ -127,14 +126,6 @@ def room_for_connections(requested: int, say: Callable[[str], None]) -> int:
     if room < requested:
         say(f"{room} connections at once instead of {requested}: the system allows {soft} open files (ulimit -n, LimitNOFILE)")
     return room
-
-
-def page_of(settings: Settings) -> Sequence[BaseRoute]:
-    if not settings.page:
-        return ()
-    from trimtab.serve.http.page import page_routes
-
-    return page_routes(settings)
 
 
 class _Server(uvicorn.Server):

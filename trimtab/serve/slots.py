@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.adapter_names import check_mix, is_mix, parse_mix
-from trimtab.serve.contract.errors import UnknownModelError, error_from_worker
+from trimtab.serve.contract.errors import UnknownModelError, error_json
 from trimtab.serve.scheduling.scheduler import QueueFullError, StoppingError
 from trimtab.serve.worker.registry import ServedModel
 from trimtab.serve.worker.supervisor import FAILED_S, ModelFailedError, Supervisor
@@ -172,7 +172,7 @@ class Member:
             "in_flight": self.in_flight, "waiting": self.waiting, "adapters": sorted(self.adapters),
             "named": sorted(self.served.adapters), "takes": self.takes, "numbers": supervisor.numbers if is_ready else {},
             "plan": plan,
-            "error": None if failure is None else error_from_worker(failure, folders)[1]["error"]["message"],
+            "error": None if failure is None else error_json(failure, folders)[1]["error"]["message"],
             "context_tokens": self.served.request.context_tokens, "tier_bytes": _tier_bytes(plan, is_loaded=is_ready),
         }  # fmt: skip
 

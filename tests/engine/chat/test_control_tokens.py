@@ -24,10 +24,9 @@ from tests.serve.worker.test_serve_worker import Running
 from trimtab.checkpoint.end_tokens import unlisted_end
 from trimtab.cli.main import main
 from trimtab.engine.chat import prompt as chat
-from trimtab.engine.chat.content_parts import empty_place
 from trimtab.engine.chat.control_tokens import ControlTokens, end_token_ids, missing_turn_end, turn_end
 from trimtab.errors import RequestError
-from trimtab.request import GenerateRequest, LoadRequest
+from trimtab.request import GenerateRequest, LoadRequest, empty_place
 from trimtab.serve.contract.job import Job
 from trimtab.serve.contract.settings import Limits
 from trimtab.serve.worker.ipc import job_to_message

@@ -55,6 +55,11 @@ class Recorded(Running):
     def hear(self, kind):
         return self.replies.pop(0) if kind == "reply" and self.replies else super().hear(kind)
 
+    def begin_long(self):
+        """Return when an answer that never ends has begun."""
+        self.ask("long", tokens=NEVER_ENDS)
+        self.wait_for_steps(2)
+
     def wait_for_steps(self, count):
         """Return when the running answer has made so many steps more; what is told meanwhile is kept."""
         end = self.log.count("step") + count
@@ -80,8 +85,7 @@ def load(running, name, path):
 
 
 def test_a_step_follows_each_weight_that_a_new_adapter_needs_and_its_first_use_needs_none(running):
-    running.ask("long", tokens=NEVER_ENDS)
-    running.wait_for_steps(2)
+    running.begin_long()
     assert load(running, "dora", DORA)["value"]["adapters"] == ["dora"]
     log = list(running.log)
     first, last = log.index("weight"), len(log) - log[::-1].index("weight")
@@ -106,8 +110,7 @@ def test_an_answer_goes_on_while_the_files_of_an_adapter_or_their_dates_cannot_b
 
     monkeypatch.setattr(watching, "files_stamp", blocking(watching.files_stamp))
     monkeypatch.setattr(adapter_file, "_not_finite", blocking(adapter_file._not_finite))
-    running.ask("long", tokens=NEVER_ENDS)
-    running.wait_for_steps(2)
+    running.begin_long()
     running.call("load_adapter", name="style", path=str(STYLE))
     running.wait_for_steps(10)
     may_go_on.set()
@@ -115,8 +118,7 @@ def test_an_answer_goes_on_while_the_files_of_an_adapter_or_their_dates_cannot_b
 
 
 def test_an_answer_goes_on_while_an_image_comes_through_the_pipe(running):
-    running.ask("long", tokens=NEVER_ENDS)
-    running.wait_for_steps(2)
+    running.begin_long()
     connection = running.channel._connection
     connection.send_bytes(json.dumps({"message": {"do": "cancel", "id": None}, "blobs": [["id"]]}).encode())
     running.wait_for_steps(10)
@@ -132,8 +134,7 @@ def test_an_answer_goes_on_while_the_vocabulary_is_read_for_the_first_answer_to_
         return grammar(*args)
 
     monkeypatch.setattr(prompt_inputs, "Grammar", blocked)
-    running.ask("long", tokens=NEVER_ENDS)
-    running.wait_for_steps(2)
+    running.begin_long()
     running.ask("json", tokens=3, schema={"type": "object"})
     running.wait_for_steps(10)
     assert not any(event.job_id == "json" for event in running.events)
@@ -144,8 +145,7 @@ def test_an_answer_goes_on_while_the_vocabulary_is_read_for_the_first_answer_to_
 def test_changed_files_are_prepared_between_steps_too(running, tmp_path):
     shutil.copytree(STYLE, tmp_path / "a")
     assert "value" in load(running, "a", tmp_path / "a")
-    running.ask("long", tokens=NEVER_ENDS)
-    running.wait_for_steps(2)
+    running.begin_long()
     running.log.clear()
     held = running.worker.engine.shelf.read(DORA, "a")
     running.worker.adapters.watcher.read_again.put(("a", held))
@@ -159,8 +159,7 @@ def test_changed_files_are_prepared_between_steps_too(running, tmp_path):
 
 
 def test_an_adapter_that_cannot_be_prepared_is_refused_and_the_answer_goes_on(running, monkeypatch):
-    running.ask("long", tokens=NEVER_ENDS)
-    running.wait_for_steps(2)
+    running.begin_long()
 
     def fails(*_):
         raise torch.OutOfMemoryError("no")
@@ -231,8 +230,7 @@ def slowly(monkeypatch, tmp_path):
 
 
 def test_a_client_waits_for_none_of_the_adapters_of_the_start(slowly):
-    slowly.ask("long", tokens=NEVER_ENDS)
-    slowly.wait_for_steps(2)
+    slowly.begin_long()
     slowly.call("load_adapter", name="new", path=str(slowly.folders["new"]))
     waiting.until(lambda: any(one.urgency == Urgency.AWAITED for one in list(slowly.worker.adapters.waiting._waiting)))
     slowly.may_begin.set()
@@ -243,8 +241,7 @@ def test_a_client_waits_for_none_of_the_adapters_of_the_start(slowly):
 
 
 def test_a_request_waits_for_its_adapter_and_for_none_before_it_and_nobody_waits_for_more_than_a_piece(slowly):
-    slowly.ask("long", tokens=NEVER_ENDS)
-    slowly.wait_for_steps(2)
+    slowly.begin_long()
     slowly.ask("with it", tokens=3, adapter="second")
     waiting.until(lambda: slowly.worker.scheduler.uses("second"))
     slowly.may_begin.set()

@@ -64,18 +64,23 @@ def job_of(messages=ASK, *, tokens=200, **fields):
     return Job("a", messages, GenerateRequest(max_new_tokens=tokens), **fields)
 
 
+def written_calls(events):
+    """Return (text, [(name, arguments as they are written)], finish)."""
+    calls = []
+    for event in events:
+        assert event.kind != "error", event.error
+        if event.kind == "call" and "name" in event.call:
+            calls.append((event.call["name"], ""))
+        elif event.kind == "call":
+            calls[-1] = (calls[-1][0], calls[-1][1] + event.call["arguments"])
+    return "".join(event.text for event in events if event.kind == "text"), calls, events[-1].finish
+
+
 def gathered(events):
     """Return (text, thoughts, [(name, arguments)], finish)."""
-    texts, calls = {"text": "", "reasoning": ""}, []
-    for event in events:
-        if event.kind in texts:
-            texts[event.kind] += event.text
-        elif event.kind == "call" and "name" in event.call:
-            calls.append([event.call["name"], ""])
-        elif event.kind == "call":
-            calls[event.call["index"]][1] += event.call["arguments"]
-        assert event.kind != "error", event.error
-    return texts["text"], texts["reasoning"], [(name, json.loads(text)) for name, text in calls], events[-1].finish
+    text, calls, finish = written_calls(events)
+    thoughts = "".join(event.text for event in events if event.kind == "reasoning")
+    return text, thoughts, [(name, json.loads(arguments)) for name, arguments in calls], finish
 
 
 def writes(engine, monkeypatch, text):
@@ -117,13 +122,13 @@ def test_any_of_the_tools_will_do_where_one_is_required(engine, with_form, form)
 @pytest.fixture(scope="module")
 def whole(engine):
     """The arguments of a demanded call to their end."""
-    return _calls_of(run(engine, job_of(tools=[WEATHER, NOW], must_call="get_weather")))[1][0][1]
+    return written_calls(run(engine, job_of(tools=[WEATHER, NOW], must_call="get_weather")))[1][0][1]
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 20])
 def test_a_demanded_call_that_is_cut_is_no_text(engine, whole, tokens):
     for must_call, is_named in [("get_weather", True), ("", tokens > 8)]:
-        text, calls, finish = _calls_of(run(engine, job_of(tools=[WEATHER, NOW], must_call=must_call, tokens=tokens)))
+        text, calls, finish = written_calls(run(engine, job_of(tools=[WEATHER, NOW], must_call=must_call, tokens=tokens)))
         assert (text, finish, len(calls)) == ("", "length", is_named)
         if must_call:
             assert whole.startswith(calls[0][1]) and whole != calls[0][1] and bool(calls[0][1]) == (tokens > 8)
@@ -132,19 +137,7 @@ def test_a_demanded_call_that_is_cut_is_no_text(engine, whole, tokens):
 def test_a_stop_text_inside_a_call_is_no_end_of_it(engine, monkeypatch):
     writes(engine, monkeypatch, TWO)
     job = Job("a", ASK, GenerateRequest(max_new_tokens=200, stop=("Paris",)), tools=[WEATHER, NOW])
-    assert _calls_of(run(engine, job)) == ("", [("get_weather", '{"city": "')], "stop")
-
-
-def _calls_of(events):
-    """Return (text, [(name, arguments as they are written)], finish)."""
-    calls = []
-    for event in events:
-        assert event.kind != "error", event.error
-        if event.kind == "call" and "name" in event.call:
-            calls.append((event.call["name"], ""))
-        elif event.kind == "call":
-            calls[-1] = (calls[-1][0], calls[-1][1] + event.call["arguments"])
-    return "".join(event.text for event in events if event.kind == "text"), calls, events[-1].finish
+    assert written_calls(run(engine, job)) == ("", [("get_weather", '{"city": "')], "stop")
 
 
 def test_a_schema_that_no_call_satisfies_is_refused_at_the_tools(engine):

@@ -152,37 +152,28 @@ def test_a_users_message_may_have_nulls_of_other_roles(name):
     assert found.status_code == 200 and pool.jobs[0].prompt == CHAT["messages"]
 
 
-@pytest.mark.parametrize("function", [{"name": "f"}, {"name": "f", "arguments": None}, {"name": "f", "arguments": ""}])
-def test_an_earlier_call_without_arguments_has_none(function):
+@pytest.mark.parametrize("path, given", [
+    ("chat/completions", {}), ("chat/completions", {"arguments": None}), ("chat/completions", {"arguments": ""}),
+    ("responses", {}), ("responses", {"arguments": None}), ("messages", {}), ("messages", {"input": None}),
+])  # fmt: skip
+def test_an_earlier_call_without_arguments_has_none(path, given):
+    call, asked = {"name": "f", **given}, {"role": "user", "content": "?"}
+    body = {
+        "chat/completions": {"messages": [
+            asked, {"role": "assistant", "content": None, "tool_calls": [{**CALL, "function": call}]},
+            {"role": "tool", "tool_call_id": "c", "content": "12"},
+        ]},
+        "responses": {"input": [
+            asked, {"type": "function_call", "call_id": "c", **call},
+            {"type": "function_call_output", "call_id": "c", "output": "12"},
+        ]},
+        "messages": {"max_tokens": 5, "messages": [
+            asked, {"role": "assistant", "content": [{"type": "tool_use", "id": "c", **call}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "12"}]},
+        ]},
+    }  # fmt: skip
     pool = MockPool()
-    turns = [
-        {"role": "assistant", "content": None, "tool_calls": [{**CALL, "function": function}]},
-        {"role": "tool", "tool_call_id": "c", "content": "12"},
-    ]
-    found = client(pool).post("/v1/chat/completions", json={**CHAT, "messages": [*CHAT["messages"], *turns]})
-    assert found.status_code == 200
-    assert pool.jobs[0].prompt[1]["tool_calls"] == [{**CALL, "function": {"name": "f", "arguments": {}}}]
-
-
-@pytest.mark.parametrize("arguments", [{}, {"arguments": None}])
-def test_an_earlier_call_of_a_response_without_arguments_has_none(arguments):
-    pool = MockPool()
-    items = [
-        {"role": "user", "content": "?"}, {"type": "function_call", "call_id": "c", "name": "f", **arguments},
-        {"type": "function_call_output", "call_id": "c", "output": "12"},
-    ]  # fmt: skip
-    assert client(pool).post("/v1/responses", json={"model": "demo", "input": items}).status_code == 200
-    assert pool.jobs[0].prompt[1]["tool_calls"] == [{**CALL, "function": {"name": "f", "arguments": {}}}]
-
-
-@pytest.mark.parametrize("given", [{}, {"input": None}])
-def test_an_earlier_call_of_a_message_without_arguments_has_none(given):
-    pool = MockPool()
-    turns = [
-        {"role": "user", "content": "?"}, {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", **given}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "12"}]},
-    ]  # fmt: skip
-    assert client(pool).post("/v1/messages", json={"model": "demo", "max_tokens": 5, "messages": turns}).status_code == 200
+    assert client(pool).post(f"/v1/{path}", json={"model": "demo", **body[path]}).status_code == 200
     assert pool.jobs[0].prompt[1]["tool_calls"] == [{**CALL, "function": {"name": "f", "arguments": {}}}]
 
 

@@ -16,7 +16,7 @@ from trimtab.errors import CheckpointError, DeviceError, DoesNotFitError, Reques
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.api.client_errors import for_client
 from trimtab.serve.api.routes import REQUESTS
-from trimtab.serve.contract.errors import ALSO_SENT, HIDDEN, error_from_worker, error_json, error_response, plain_error
+from trimtab.serve.contract.errors import ALSO_SENT, HIDDEN, error_json, error_response, plain_error
 from trimtab.serve.contract.job import Job
 from trimtab.serve.worker.supervisor import ModelFailedError
 
@@ -84,11 +84,11 @@ def test_no_error_text_of_a_lower_layer_has_its_words_in_an_answer(as_failure):
         fields = {"hint": hint, "path": "", "problems": [reason] if name == "AdapterError" else []}
         error = {"class": name, "message": f"{reason}. {hint}" if hint else reason, "fields": fields}
         if as_failure:
-            answer = error_from_worker(plain_error(ModelFailedError(error)))[1]
+            answer = error_json(plain_error(ModelFailedError(error)))[1]
         else:
             if name == "RequestError" and FOREIGN.search(reason):
                 continue  # of a request to load: it reaches a client as a failure alone
-            answer = error_json(error["class"], error["message"], error["fields"])[1]
+            answer = error_json(error)[1]
         text = json.dumps(answer)
         assert not FOREIGN.search(text), f"{where}: {FOREIGN.search(text)[0]!r} in {text}"
 
@@ -104,7 +104,7 @@ def test_no_error_text_of_a_lower_layer_has_its_words_in_an_answer(as_failure):
     (DeviceError("<Decoder object at 0x7fa0b8c1d2e0> failed", device="cpu"), "failed", "0x"),
 ])  # fmt: skip
 def test_what_a_client_cannot_follow_is_left_out_and_the_rest_stays(error, kept, left_out):
-    text = json.dumps(error_from_worker(plain_error(error))[1])
+    text = json.dumps(error_json(plain_error(error))[1])
     assert kept in text and left_out not in text
 
 
@@ -135,5 +135,5 @@ def test_an_error_names_the_field_that_the_route_has(job, field, expected):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_for_which_json_has_no_number_is_text(value):
-    answer = error_response(*error_json("RequestError", "is too large", {"field": "n", "value": value}))
+    answer = error_response(*error_json(RequestError("is too large", field="n", value=value).to_dict()))
     assert answer.status_code == 400 and json.loads(answer.body)["error"]["fields"]["value"] == str(value)

@@ -6,11 +6,12 @@ import re
 import pytest
 
 from tests.raised import raised, refused
+from tests.serve.http.test_app import CHAT
+from tests.serve.scheduling.test_scheduler import Clock
 from tests.serving import MockPool, client, failed, words
 from trimtab.errors import RequestError
-from trimtab.serve.contract.head_lines import is_loopback
 from trimtab.serve.contract.quotas import KeyLimits, QuotaError, Quotas
-from trimtab.serve.contract.settings import Limits, Settings
+from trimtab.serve.contract.settings import Limits, Settings, is_loopback
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
@@ -130,17 +131,6 @@ def test_links_within_the_root_are_followed(root):
 
 def test_without_a_root_no_client_loads_anything():
     assert "does not load adapters" in str(refused(Settings().adapter_path, "a"))
-
-
-CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 def quotas(**limits):

@@ -13,7 +13,7 @@ from trimtab.engine.loader.transformers_model import load_tokenizer
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.serve.grammar.child import Vocabulary
 from trimtab.serve.grammar.constraint import Grammar, Pace
-from trimtab.serve.grammar.schema import MOST_PAIRS, check_ends, check_patterns
+from trimtab.serve.grammar.schema import MOST_PAIRS, check_patterns, check_schema
 
 ANSWERS = [json.loads(line)["answers"]["rslora-dora"] for line in (DEMO / "prompts.jsonl").read_text("utf-8").splitlines()]
 END = 1
@@ -120,12 +120,12 @@ ENDING = [
 
 @pytest.mark.parametrize("schema", ENDLESS)
 def test_a_schema_that_no_finite_value_satisfies_is_refused(schema):
-    assert refused(check_ends, schema, field="here", match="no finite value").field == "here"
+    assert refused(check_schema, schema, field="here", match="no finite value").field == "here"
 
 
 @pytest.mark.parametrize("schema, text", ENDING)
 def test_a_schema_that_refers_to_itself_and_ends_is_taken(schema, text, grammar, tokenizer):
-    check_ends(schema, field="here")
+    check_schema(schema, field="here")
     assert is_allowed(grammar, tokenizer, text, schema)
 
 
@@ -137,12 +137,12 @@ def test_a_long_chain_of_references_is_followed_and_its_cost_has_an_end(order, m
         for name, after in zip(names, [*names[1:], "end"], strict=True)
     }
     schema = {"$ref": f"#/$defs/{names[0]}", "$defs": {**chain, "end": {"type": "null"}}}
-    check_ends(schema, field="here")
+    check_schema(schema, field="here")
     with pytest.raises(RequestError, match="no finite value"):
-        check_ends({**schema, "$defs": {**chain, "end": {"$ref": "#"}}}, field="here")
+        check_schema({**schema, "$defs": {**chain, "end": {"$ref": "#"}}}, field="here")
     monkeypatch.setattr("trimtab.serve.grammar.schema.MOST_VISITS", 500)
     with pytest.raises(RequestError, match="more references"):
-        check_ends(schema, field="here")
+        check_schema(schema, field="here")
 
 
 @pytest.mark.parametrize("schema", [{"$ref": "#"}, {"enum": []}, {"anyOf": []}, {"type": "integer", "minimum": 5, "maximum": 3},

@@ -16,10 +16,10 @@ from tests.serve.test_serve_run import posix, serving
 from tests.serving import MockPool
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.serve.contract.quotas import KeyLimits
-from trimtab.serve.contract.settings import Limits, Settings
+from trimtab.serve.contract.settings import Limits, Live, Settings
 from trimtab.serve.http import live as lives
 from trimtab.serve.http.app import make_app
-from trimtab.serve.http.live import FIXED, FIXED_LIMITS, Live, Reloader
+from trimtab.serve.http.live import FIXED, FIXED_LIMITS, Reloader
 from trimtab.serve.observe.metrics import Metrics
 from trimtab.serve.worker.supervisor import Supervisor
 

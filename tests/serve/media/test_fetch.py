@@ -11,8 +11,8 @@ import pytest
 from tests import waiting
 from tests.raised import raised
 from trimtab.errors import RequestError
+from trimtab.serve.api.admission import client_network
 from trimtab.serve.contract.settings import Limits, Settings
-from trimtab.serve.http.auth import client_network
 from trimtab.serve.media import fetch
 from trimtab.serve.media.addresses import is_public
 from trimtab.serve.media.fetch import Fetcher

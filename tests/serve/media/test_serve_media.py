@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.raised import refused
-from tests.serve.http.test_app import MockPool, client
+from tests.serve.http.test_app import PNG, MockPool, client
 from trimtab.engine.chat import media_headers
 from trimtab.engine.chat.media_headers import webp_size
 from trimtab.errors import RequestError
 from trimtab.serve.api import schemas as wire
-from trimtab.serve.api.body import MEMORY_BYTES
+from trimtab.serve.api.admission import MEMORY_BYTES
 from trimtab.serve.contract.settings import Limits
 from trimtab.serve.media import cut_media, media
 from trimtab.serve.media.cut_media import CUT_BYTES
@@ -294,7 +294,6 @@ def test_the_largest_allowed_image_is_within_the_limit_of_a_request():
     assert limits.image_pixels <= limits.request_pixels and limits.audio_s <= limits.request_audio_s
 
 
-PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
 LARGE = PNG + b"\0" * MEMORY_BYTES
 TEXT = base64.b64encode(LARGE).decode()
 URL = f"data:image/png;base64,{TEXT}"

@@ -67,7 +67,7 @@ class Engine(MockEngine):
 
 def served(**options):
     scheduler, engine, told, clock = make(Engine(**options), queue_limit=1000)
-    engine.wait = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    engine.wait = clock.wait
     return scheduler, engine, told, clock
 
 

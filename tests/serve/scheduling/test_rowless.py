@@ -48,7 +48,7 @@ def served(**fields):
     for name, value in fields.items():
         setattr(engine, name, value)
     scheduler, engine, told, clock = make(engine)
-    engine.wait = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    engine.wait = clock.wait
     return scheduler, engine, told, clock
 
 

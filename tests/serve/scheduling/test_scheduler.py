@@ -181,6 +181,9 @@ class Clock:
     def __call__(self):
         return self.now
 
+    def wait(self, seconds):
+        self.now += seconds
+
 
 def make(engine=None, **options):
     engine = engine or MockEngine()
@@ -227,7 +230,7 @@ def test_a_request_without_room_for_its_keys_and_values_waits_and_is_not_overtak
     scheduler.turn()
     assert (scheduler.running, scheduler.waiting) == (1, 3)
     to_the_end(scheduler)
-    assert [event.job_id for event in told if event.kind == "started"] == ["first", "large", "small", "other"]
+    assert started(told) == ["first", "large", "small", "other"]
     assert set(ends(told).values()) == {"length"} and not engine.reserved
 
 
@@ -261,7 +264,7 @@ def test_prompts_that_wait_go_through_together_as_far_as_there_are_rows():
     submit(scheduler, *(job(name, adapter=name, tokens=4) for name in "abcdef"))
     scheduler.turn()
     assert engine.log[0] == ("together", ("a", "b", "c", "d"))
-    assert [event.job_id for event in told if event.kind == "started"] == ["a", "b", "c", "d"]
+    assert started(told) == ["a", "b", "c", "d"]
     assert scheduler.running == 4 and scheduler.waiting == 2
     to_the_end(scheduler)
     assert ends(told) == dict.fromkeys("abcdef", "length") and not engine.chosen
@@ -320,11 +323,7 @@ def timed(rows=32, step_s=0.01, **chunk):
     engine.step_s = step_s
     engine.chunk_s = chunk.get("chunk_s", engine.chunk_s)
     clock, texts = Clock(), []
-
-    def wait(seconds):
-        clock.now += seconds
-
-    engine.wait = wait
+    engine.wait = clock.wait
     scheduler = Scheduler(engine, lambda event: texts.append((event.job_id, clock.now, event.kind)), now=clock, queue_limit=500)
     return scheduler, engine, clock, texts
 
@@ -421,7 +420,7 @@ def test_adapters_take_turns_however_many_requests_one_of_them_has():
     submit(scheduler, *(job(f"greedy{number}", adapter="greedy", tokens=2) for number in range(6)))
     scheduler.submit(job("late", adapter="modest", tokens=2))
     to_the_end(scheduler)
-    order = [event.job_id for event in told if event.kind == "started"]
+    order = started(told)
     assert order == ["greedy0", "late", *(f"greedy{number}" for number in range(1, 6))]
     assert scheduler.counts["by_adapter"] == {"greedy": 6, "modest": 1}
     for name in ("greedy", "never used"):  # a client that may load adapters cannot let the names grow without end
@@ -543,7 +542,7 @@ def test_an_adapter_that_has_no_slot_waits_and_others_pass():
     scheduler, _, told, _ = make(MockEngine(rows=3, slots=1))
     submit(scheduler, job("a1", adapter="a", tokens=5), job("b1", adapter="b"), job("base"), job("a2", adapter="a"))
     to_the_end(scheduler)
-    assert [event.job_id for event in told if event.kind == "started"].index("b1") == 3
+    assert started(told).index("b1") == 3
     assert set(ends(told)) == {"a1", "a2", "b1", "base"}
 
 
@@ -809,7 +808,7 @@ def test_prompts_that_need_no_chunk_do_not_keep_others_waiting_behind_a_step():
     engine = MockEngine(rows=4)
     engine.chunk_sizes, engine.chunk_s = (), lambda size: 0.00002 * size
     scheduler, _, _, clock = make(engine)
-    engine.wait = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    engine.wait = clock.wait
     scheduler.submit(job("first", size=1024, tokens=400))
     take_turns(scheduler, 5)
     for name in ("second", "third"):

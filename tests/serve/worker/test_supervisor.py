@@ -15,9 +15,8 @@ import pytest
 
 from tests import toy_worker, waiting
 from tests.raised import raised
-from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.serve.contract.errors import error_from_worker, error_response
+from trimtab.serve.contract.errors import error_json, error_response
 from trimtab.serve.contract.job import Job
 from trimtab.serve.scheduling.scheduler import StoppingError
 from trimtab.serve.worker.ipc import Patience, exit_code_of
@@ -31,6 +30,12 @@ def job(name, prompt):
     return Job(name, prompt, GenerateRequest(max_new_tokens=4))
 
 
+def loaded(supervisor):
+    """Wait until a worker has loaded its model, or cannot; return the supervisor."""
+    waiting.until(lambda: supervisor.state in ("ready", "failed"), WAIT_S)
+    return supervisor
+
+
 @pytest.fixture
 def start():
     """Return a function that starts a supervisor of the toy, ready unless it is not waited for; all are stopped at the end."""
@@ -39,9 +44,7 @@ def start():
         made = Supervisor({"adapters": {}, **(settings or {})}, target=toy_worker.main, **options)
         stops.callback(made.stop)  # each is stopped though another's stop raises
         made.start()
-        if is_waited_for:
-            made.wait_ready(WAIT_S)
-        return made
+        return loaded(made) if is_waited_for else made
 
     with ExitStack() as stops:
         yield start_one
@@ -138,12 +141,11 @@ def test_a_worker_that_hangs_with_work_is_killed(start):
 
 
 def test_a_model_that_cannot_be_loaded_is_a_failure_and_not_tried_again(start):
-    supervisor = start({"fail": True}, is_waited_for=False)
-    assert raised(WorkerError, supervisor.wait_ready, WAIT_S).error["class"] == "CheckpointError"
-    assert (supervisor.state, supervisor.restarts) == ("failed", 0)
+    supervisor = start({"fail": True})
+    assert (supervisor.failure["class"], supervisor.state, supervisor.restarts) == ("CheckpointError", "failed", 0)
     error = raised(ModelFailedError, lambda: supervisor.submit(job("1", "echo"), print))
     assert "no model" in str(error)
-    response = error_response(*error_from_worker(error.to_dict()))
+    response = error_response(*error_json(error.to_dict()))
     assert response.status_code == 503 and response.headers["retry-after"] == "30"
 
 
@@ -219,7 +221,7 @@ def test_a_worker_that_the_system_does_not_start_can_be_started_again(monkeypatc
     assert supervisor.state == "stopped"  # a pool starts what is stopped and asked for
     supervisor.start()
     try:
-        supervisor.wait_ready(WAIT_S)
+        assert loaded(supervisor).state == "ready"
     finally:
         supervisor.stop()
 
@@ -245,7 +247,7 @@ def test_a_stopped_worker_is_not_ready_and_is_put_back(start, is_asked):
     if is_asked:
         error = ends(told, 1)["running"].error
         assert error["class"] == "WorkerDiedError" and "did not respond for" in error["message"]
-        response = error_response(*error_from_worker(error))
+        response = error_response(*error_json(error))
         assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
     assert late.get(timeout=WAIT_S).kind == "started" and late.get(timeout=WAIT_S).text == str(supervisor.pid) != str(pid)
     assert (supervisor.state, supervisor.restarts) == ("ready", 1)
@@ -309,7 +311,7 @@ def test_stopping_tells_everyone_and_refuses_the_next(supervisor):
     with pytest.raises(StoppingError):
         supervisor.submit(job("2", "echo"), print)
     supervisor.start()
-    supervisor.wait_ready(WAIT_S)
+    loaded(supervisor)
     assert ends(ask(supervisor, job("3", "echo")), 1)["3"].kind == "done"
 
 
@@ -351,9 +353,3 @@ def test_a_call_that_a_stopping_worker_never_took_is_told_why(supervisor, ends_i
     with pytest.raises(error_class):
         call.result(WAIT_S)
     assert supervisor.state == "stopped"
-
-
-def test_waiting_has_an_end():
-    supervisor = Supervisor({}, target=toy_worker.main)
-    with pytest.raises(RequestError):
-        supervisor.wait_ready(0.01)

@@ -17,8 +17,8 @@ from trimtab.errors import CheckpointError, RequestError
 from trimtab.process.redact import map_texts
 
 if TYPE_CHECKING:
-    from trimtab.engine.chat.content_parts import Message
     from trimtab.engine.formats.hf_types import HFModel, Processor, Tokenizer
+    from trimtab.request import Message
 
 Encoded = TypeVar("Encoded", bound="MutableMapping[str, Any]")
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.chat.answer_forms import AnswerForm, form_of
-from trimtab.engine.chat.content_parts import OPENAI_TYPES, Message, Part, empty_place, own_form, parts_in
 from trimtab.engine.chat.control_tokens import ChatModel, ControlTokens, HasContext, PromptText, tokenizer_of, turns_of
 from trimtab.engine.chat.marks import marks_of, opening_of, picture_digest, sound_digest
 from trimtab.engine.chat.media import SAMPLE_RATE, LowDetail, read_audio, read_image
@@ -26,7 +25,7 @@ from trimtab.engine.templates.budget import REFUSALS
 from trimtab.engine.templates.budget import render as render_template
 from trimtab.engine.templates.costs import MAX_TEMPLATE_CHARS
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.request import GenerateRequest
+from trimtab.request import OPENAI_TYPES, GenerateRequest, Message, Part, empty_place, own_form, parts_in, texts_in
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -243,7 +242,7 @@ def _check_planned(model: ChatModel, field: str, count: float, planned: str, wha
 
 def _joined(messages: list[Message]) -> list[Message]:
     """Return messages with plain text contents, the form of text-only templates."""
-    return [{**message, "content": "".join(part["text"] for part in parts_in(message))} for message in messages]
+    return [{**message, "content": "".join(texts_in(message))} for message in messages]
 
 
 def _check_continues(message: Message) -> None:

@@ -111,14 +111,8 @@ class AdapterCache:
                 f"this mix needs {len(new)} adapter slots; {len(kept)} of {self._limit} are kept",
                 field="model", value=name, hint="Start the server with more --resident-adapters",
             )  # fmt: skip
-        sizes = self.model.adapter_sizes
-        room = self.model.free_adapter_bytes() + sum(sizes[key] for key in self._resident if key not in kept)
-        needed = sum(self._needed(key, name) for key in new)
-        if needed > room:
-            raise DoesNotFitError(
-                "it is larger than the memory for adapters", block=f"mix {name}", device=str(self.model.device),
-                needed_bytes=needed, budget_bytes=room, hint="Plan with a larger budget, or with fewer --keep",
-            )  # fmt: skip
+        hint = "Plan with a larger budget, or with fewer --keep"
+        self._check_fits(f"mix {name}", sum(self._needed(key, name) for key in new), kept, hint=hint)
 
     def add(self, name: str, path: str | Path) -> None:
         """Read an adapter into host memory. Errors: as `check_new`, `read` and `put`."""
@@ -148,27 +142,29 @@ class AdapterCache:
                 f"all {self._limit} adapter slots are kept for other adapters", field="lora_name", value=name,
                 hint="Start the server with more --resident-adapters",
             )  # fmt: skip
-        self._check_fits(name, held, kept)
+        self._check_fits(f"adapter {name}", self.model.adapter_bytes(held), kept)
         self._held[name] = held
         self.lost.pop(name, None)
 
-    def _check_fits(self, name: str, held: HeldAdapter, kept: set[str]) -> None:
-        sizes = self.model.adapter_sizes
-        room = self.model.free_adapter_bytes() + sum(sizes[key] for key in self._resident if key not in kept)
-        needed = self.model.adapter_bytes(held)
+    def _check_fits(self, block: str, needed: int, kept: set[str], *, hint: str = "") -> None:
+        room = self._room_beside(kept)
         if needed > room:
             raise DoesNotFitError(
-                "it is larger than the memory for adapters", block=f"adapter {name}",
-                device=str(self.model.device), needed_bytes=needed, budget_bytes=room,
+                "it is larger than the memory for adapters", block=block, device=str(self.model.device), needed_bytes=needed,
+                budget_bytes=room, hint=hint,
             )  # fmt: skip
+
+    def _room_beside(self, kept: set[str]) -> int:
+        """Return the bytes for adapters on the model in addition to those of these keys."""
+        sizes = self.model.adapter_sizes
+        return self.model.free_adapter_bytes() + sum(sizes[key] for key in self._resident if key not in kept)
 
     def replace(self, name: str, held: HeldAdapter, in_use: Iterable[str | None]) -> bool:
         """Use an adapter's new files from now on; return whether they differ from the old ones. Running answers keep
         the old ones. in_use: keys. Errors: DoesNotFitError, and the old ones stay."""
         if name not in self._held or held is self._held[name]:
             return False
-        kept = self._kept_keys() - {self.key(name)}
-        self._check_fits(name, held, {key for key in kept if key is not None})
+        self._check_fits(f"adapter {name}", self.model.adapter_bytes(held), self._kept_keys() - {str(self.key(name))})
         self._held[name] = held
         self._versions[name] = self._versions.get(name, 0) + 1
         self.reloads += 1
@@ -197,10 +193,8 @@ class AdapterCache:
         if not new:
             return True
         used = self._used(in_use) | set(wanted)
-        movable, sizes = [key for key in self._resident if key not in used], self.model.adapter_sizes
-        room = self.model.free_adapter_bytes() + sum(sizes[key] for key in movable)
-        is_place = self._limit is None or len(self._resident) - len(movable) + len(new) <= self._limit
-        return is_place and sum(self._needed(key, name) for key in new) <= room
+        is_place = self._limit is None or len(self._resident.keys() & used) + len(new) <= self._limit
+        return is_place and sum(self._needed(key, name) for key in new) <= self._room_beside(used)
 
     def bring(self, name: str | None, in_use: Iterable[str | None]) -> str | None:
         """Load an adapter or mix onto the model, instead of the least recently used one. Returns its key. in_use: keys

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trimtab.serve.api.answer_types import ChatLogprobs, TextLogprobs, TokenLogprob, TopLogprobs
-from trimtab.serve.contract.errors import error_from_worker, error_response, note_refusal, plain_error
+from trimtab.serve.contract.errors import error_json, error_response, note_refusal, plain_error
 from trimtab.serve.contract.field_names import Names, client_error
 from trimtab.serve.contract.job import Event, Token, finite_logprob, token_bytes
 from trimtab.serve.contract.log import write_traceback
@@ -438,7 +438,7 @@ async def answer(
 
 def _refused(error: Mapping[str, Any], shape: Shape, folders: Sequence[str]) -> Response:
     note_refusal(error, folders)
-    status, body = error_from_worker(error, folders)
+    status, body = error_json(error, folders)
     return error_response(status, shape.error(status, body))
 
 
@@ -517,7 +517,7 @@ class _Stream(EventSourceResponse):
                 assert event.error is not None
                 self._ended = event.error["class"]
                 note_refusal(event.error, self._folders)
-                body = self._shape.error(*error_from_worker(event.error, self._folders))
+                body = self._shape.error(*error_json(event.error, self._folders))
                 yield {"event": "error", "data": json.dumps(body)}
                 return
             for piece in self._shape.pieces(index, event):

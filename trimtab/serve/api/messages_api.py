@@ -46,6 +46,12 @@ class TextBlock(_Block):
     citations: None = None
 
 
+TextOrBlocks = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[list[TextBlock], FIRST_ERROR, Tag("<list>")],
+    Discriminator(text_or_list, custom_error_type="content", custom_error_message="must be a text or a list of blocks"),
+]
+
+
 class Base64Source(Strict):
     type: Literal["base64"]
     media_type: Literal["image/jpeg", "image/png", "image/webp"]
@@ -78,10 +84,7 @@ class ToolUseBlock(_Block):
 class ToolResultBlock(_Block):
     type: Literal["tool_result"]
     tool_use_id: Label
-    content: Annotated[
-        Annotated[Text, Tag("<text>")] | Annotated[list[TextBlock], FIRST_ERROR, Tag("<list>")],
-        Discriminator(text_or_list, custom_error_type="content", custom_error_message="must be a text or a list of blocks"),
-    ] | None = None  # fmt: skip
+    content: TextOrBlocks | None = None
     is_error: bool | None = None
 
 
@@ -140,10 +143,7 @@ class _Question(Strict):
     # Beyond Anthropic's: as for a chat.
     adapter: Adapter | None = None
     messages: Annotated[list[Turn], Field(min_length=1), FIRST_ERROR]
-    system: Annotated[
-        Annotated[Text, Tag("<text>")] | Annotated[list[TextBlock], FIRST_ERROR, Tag("<list>")],
-        Discriminator(text_or_list, custom_error_type="system", custom_error_message="must be a text or a list of blocks"),
-    ] | None = None  # fmt: skip
+    system: TextOrBlocks | None = None
     tools: Annotated[list[ToolDefinition], FIRST_ERROR] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
@@ -287,7 +287,8 @@ def _assistant(blocks: Sequence[Any], field: str) -> tuple[dict[str, Any], dict[
                 places.setdefault("reasoning_content", f"{own}.thinking")
                 thoughts.append(block.thinking)
             case ToolUseBlock():
-                call = {"name": block.name, "arguments": _written(block.input, f"{own}.input")}
+                check_values(block.input, field=f"{own}.input")
+                call = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
                 part = f"tool_calls[{len(calls)}]"
                 places |= {part: own, f"{part}.function": own, f"{part}.function.arguments": f"{own}.input"}
                 places.setdefault("tool_calls", field)
@@ -297,11 +298,6 @@ def _assistant(blocks: Sequence[Any], field: str) -> tuple[dict[str, Any], dict[
     fields: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
     fields |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
     return fields | ({"tool_calls": calls} if calls else {}), places
-
-
-def _written(value: dict[str, Any], field: str) -> str:
-    check_values(value, field=field)
-    return json.dumps(value, ensure_ascii=False)
 
 
 # Answers --------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ import struct
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from trimtab.errors import RequestError
@@ -31,16 +33,13 @@ async def in_turn(
     """
     began = time.monotonic()
     for job in jobs:
-        stream = pool.submit(model, replace(job, waited_s=time.monotonic() - began), on_dropped)
-        try:
+        async with aclosing(pool.submit(model, replace(job, waited_s=time.monotonic() - began), on_dropped)) as stream:
             async for event in stream:
                 if event.kind == "error":
                     yield event
                     return
                 if event.kind == "done":
                     yield replace(event, kind="result")
-        finally:
-            await stream.aclose()
     yield Event("", "done")
 
 
@@ -48,7 +47,7 @@ class _Result(Shape):
     """A response that is only sent whole."""
 
     def __init__(self, body: Any) -> None:
-        super().__init__(_Plain(body))
+        super().__init__(SimpleNamespace(model=body.model, stream=False, n=1))
         self.given = body
         self.results: list[Any] = []
 
@@ -63,19 +62,10 @@ class _Result(Shape):
         return result
 
 
-class _Plain:
-    stream, n = False, 1
-
-    def __init__(self, body: Any) -> None:
-        self.model = body.model
-
-
 # Embeddings -----------------------------------------------------------------------------------------------------------
 
 
-def embedding_jobs(
-    body: wire.EmbeddingsRequest, *, adapter: str | None, context_tokens: int, limits: Limits, deadline_s: float | None
-) -> list[Job]:
+def embedding_jobs(body: wire.EmbeddingsRequest, *, adapter: str | None, context_tokens: int, limits: Limits) -> list[Job]:
     """Return a job for each text. Errors: RequestError."""
     texts = asking.prompts_of(body, field="input")
     if len(texts) > limits.embeddings:
@@ -83,10 +73,7 @@ def embedding_jobs(
     for text in texts:
         asking.check_length(text, context_tokens, "input")
     pooling = body.pooling or "last"
-    return [
-        Job(uuid.uuid4().hex, text, _NO_ANSWER, adapter=adapter, deadline_s=deadline_s, kind="embedding", pooling=pooling)
-        for text in texts
-    ]  # fmt: skip
+    return [Job(uuid.uuid4().hex, text, _NO_ANSWER, adapter=adapter, kind="embedding", pooling=pooling) for text in texts]
 
 
 class EmbeddingsShape(_Result):
@@ -134,36 +121,32 @@ def check_tokenize(body: wire.TokenizeRequest) -> None:
         raise RequestError("has no effect with messages: the chat template decides", field="add_special_tokens")
 
 
-def text_job(body: wire.TokenizeRequest, *, context_tokens: int, deadline_s: float | None) -> Job:
+def text_job(body: wire.TokenizeRequest, *, context_tokens: int) -> Job:
     """Return the job that tokenizes a text. Errors: RequestError."""
     if not body.prompt:
         raise RequestError("is empty", field="prompt")
     prompt = {"text": body.prompt}
     asking.check_length(prompt, context_tokens, "prompt")
     adds = body.add_special_tokens is not False
-    return Job(uuid.uuid4().hex, prompt, _NO_ANSWER, deadline_s=deadline_s, kind="tokens", adds_special=adds)
+    return Job(uuid.uuid4().hex, prompt, _NO_ANSWER, kind="tokens", adds_special=adds)
 
 
-def chat_job(
-    chat: wire.ChatRequest, messages: list[dict[str, Any]], *, context_tokens: int, limits: Limits, deadline_s: float | None
-) -> Job:
+def chat_job(chat: wire.ChatRequest, messages: list[dict[str, Any]], *, context_tokens: int, limits: Limits) -> Job:
     """Return the job that tokenizes a chat. Errors: RequestError."""
     asking.check_length(messages, context_tokens, "messages")
     asking.check_continued(chat)
     calls = asking.calls_of(chat, limits)
     kept = {name: calls[name] for name in ("tools", "template_kwargs") if name in calls}
-    return Job(
-        uuid.uuid4().hex, messages, _NO_ANSWER, deadline_s=deadline_s, kind="tokens",
-        continue_final_message=bool(chat.continue_final_message), **kept,
-    )  # fmt: skip
+    is_continued = bool(chat.continue_final_message)
+    return Job(uuid.uuid4().hex, messages, _NO_ANSWER, kind="tokens", continue_final_message=is_continued, **kept)
 
 
-def ids_job(body: wire.DetokenizeRequest, *, context_tokens: int, deadline_s: float | None) -> Job:
+def ids_job(body: wire.DetokenizeRequest, *, context_tokens: int) -> Job:
     """Return the job that decodes tokens to text. Errors: RequestError."""
     if not body.tokens:
         raise RequestError("is empty", field="tokens")
     asking.check_length(body.tokens, context_tokens, "tokens")
-    return Job(uuid.uuid4().hex, list(body.tokens), _NO_ANSWER, deadline_s=deadline_s, kind="text")
+    return Job(uuid.uuid4().hex, list(body.tokens), _NO_ANSWER, kind="text")
 
 
 class TokensShape(_Result):

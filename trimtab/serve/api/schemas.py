@@ -159,11 +159,6 @@ class AudioPart(Strict):
 PART_TYPES = ("text", "image_url", "input_audio")
 
 
-def _part_kind(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in PART_TYPES else None
-
-
 def text_or_list(value: Any) -> str | None:
     return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
 
@@ -177,7 +172,7 @@ def _prompt_kind(value: Any) -> str | None:
 
 Part = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")] | Annotated[AudioPart, Tag("<input_audio>")],
-    Discriminator(_part_kind, custom_error_type="part", custom_error_message=f"its type must be one of {', '.join(PART_TYPES)}"),
+    Discriminator(kind_of, custom_error_type="part", custom_error_message=f"its type must be one of {', '.join(PART_TYPES)}"),
 ]
 Content = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[list[Part], FIRST_ERROR, Tag("<list>")],

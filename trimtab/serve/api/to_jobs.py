@@ -9,10 +9,9 @@ from typing import Any, Protocol
 
 from trimtab.adapter_names import check_mix, mix_name
 from trimtab.checkpoint.names import near_names
-from trimtab.engine.chat.content_parts import empty_place
 from trimtab.errors import RequestError
-from trimtab.request import GenerateRequest
-from trimtab.serve.api.body import BodyLimits, JsonCounter
+from trimtab.request import GenerateRequest, empty_place, texts_in
+from trimtab.serve.api.admission import BodyLimits, JsonCounter
 from trimtab.serve.api.schemas import (
     AssistantMessage,
     AudioPart,
@@ -27,7 +26,7 @@ from trimtab.serve.contract.job import Job
 from trimtab.serve.contract.plain_values import check_values
 from trimtab.serve.contract.settings import Limits
 from trimtab.serve.grammar.call_grammar import NO_PARAMETERS
-from trimtab.serve.grammar.schema import check_ends, check_options, check_patterns
+from trimtab.serve.grammar.schema import check_patterns, check_schema
 from trimtab.serve.grammar.schema_cost import check_cost
 from trimtab.serve.media import media
 from trimtab.serve.media.cut_media import Cut
@@ -58,7 +57,7 @@ def voice_of(pool: Names, body: Any) -> tuple[str, str | None]:
 
 def jobs_of(
     body: ChatRequest | CompletionRequest, prompts: Sequence[Any], *, adapter: str | None, context_tokens: int,
-    limits: Limits, deadline_s: float | None, most_jobs: int, client: str = "",
+    limits: Limits, most_jobs: int,
 ) -> list[Job]:  # fmt: skip
     """Return a job for each choice of each prompt, the choices of a prompt adjacent. most_jobs: that rows and queue hold. Errors:
     RequestError."""
@@ -79,8 +78,8 @@ def jobs_of(
     groups = [uuid.uuid4().hex if body.n > 1 else "" for _ in prompts]
     return [
         Job(
-            uuid.uuid4().hex, prompt, request, group=group, adapter=adapter, deadline_s=deadline_s, top_logprobs=top, schema=schema,
-            fills_context=fills_context(body), client=client, **calls,
+            uuid.uuid4().hex, prompt, request, group=group, adapter=adapter, top_logprobs=top, schema=schema,
+            fills_context=fills_context(body), **calls,
             prompt_logprobs=body.prompt_logprobs if request is requests[0] else None,
             continue_final_message=isinstance(body, ChatRequest) and bool(body.continue_final_message),
         )
@@ -96,15 +95,9 @@ def check_length(prompt: Any, context_tokens: int, field: str) -> None:
     elif isinstance(prompt[0], int):
         count = len(prompt)
     else:
-        count = sum(_characters(message["content"]) for message in prompt) // TOKEN_CHARACTERS
+        count = sum(len(text) for message in prompt for text in texts_in(message)) // TOKEN_CHARACTERS
     if count > context_tokens:
         raise RequestError(f"is longer than the context of {context_tokens} tokens", field=field)
-
-
-def _characters(content: Any) -> int:
-    if isinstance(content, str) or content is None:
-        return len(content or "")
-    return sum(len(part["text"]) for part in content if part["type"] == "text")
 
 
 def fills_context(body: ChatRequest | CompletionRequest) -> bool:
@@ -182,8 +175,7 @@ def schema_of(body: ChatRequest, limits: Limits) -> Mapping[str, Any] | None:
     check_values(response_format.json_schema.schema_, field=field)
     if len(json.dumps(response_format.json_schema.schema_)) > limits.schema_bytes:
         raise RequestError(f"is larger than {limits.schema_bytes} bytes", field=field)
-    check_options(response_format.json_schema.schema_, field=field)
-    check_ends(response_format.json_schema.schema_, field=field)
+    check_schema(response_format.json_schema.schema_, field=field)
     check_patterns([response_format.json_schema.schema_], field=field)
     check_cost([response_format.json_schema.schema_], field=field)
     return response_format.json_schema.schema_
@@ -245,8 +237,6 @@ def _tools_of(body: ChatRequest, limits: Limits) -> dict[str, Any]:
         if choice not in ("none", "auto"):
             raise RequestError("has no effect without tools", field="tool_choice")
         return {}
-    if len(body.tools) > limits.tools:
-        raise RequestError(f"has more than {limits.tools} tools", field="tools")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
     check_values(tools, field="tools")
     if len(json.dumps(tools)) > limits.tools_bytes:
@@ -266,8 +256,7 @@ def _tools_of(body: ChatRequest, limits: Limits) -> dict[str, Any]:
         function, field = tool["function"], f"tools[{place}].function"
         function.setdefault("parameters", NO_PARAMETERS)
         if must_call is not None or is_strict:
-            check_options(function["parameters"], field=f"{field}.parameters")
-            check_ends(function["parameters"], field=f"{field}.parameters")
+            check_schema(function["parameters"], field=f"{field}.parameters")
         function.pop("strict", None)
     if must_call is not None or is_strict:
         functions = [tool["function"] for tool in tools]
@@ -438,10 +427,11 @@ def _part(part: Any, field: str, total: media.Total, fetched: Mapping[str, bytes
     if isinstance(part, ImagePart):
         url, field = part.image_url.url, f"{field}.image_url.url"
         data = fetched[url] if url in fetched else media.from_data_url(url, field=field, cut=cut)
-        return media.image_part(total.take_image(data, field=field), detail=part.image_url.detail)
+        low = {"detail": "low"} if part.image_url.detail == "low" else {}
+        return {"type": "image", "image": total.take_image(data, field=field), **low}
     field = f"{field}.input_audio"
     data = media.from_text(part.input_audio.data, field=f"{field}.data", cut=cut)
-    return media.sound_part(total.take_sound(data, part.input_audio.format, field=field))
+    return {"type": "audio", "audio": total.take_sound(data, part.input_audio.format, field=field)}
 
 
 def prompts_of(body: CompletionRequest | EmbeddingsRequest, *, field: str = "prompt") -> list[Any]:

@@ -73,11 +73,10 @@ def _nearest(name: str, known: Sequence[str]) -> list[str]:
     return sorted(known, key=lambda one: (-alike(one), one))[:NEAR_NAMES]
 
 
-def error_json(
-    name: str, message: str, fields: Mapping[str, Any], folders: Sequence[str] = (), *, is_admin: bool = False
-) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and OpenAI's error object of an error. folders: from `redact.own_folders`. is_admin: for an
-    administrator, who may see flags and arguments."""
+def error_json(error: Mapping[str, Any], folders: Sequence[str] = (), *, is_admin: bool = False) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status and OpenAI's error object of an error, as `TrimtabError.to_dict` gives it. folders: from
+    `redact.own_folders`. is_admin: for an administrator, who may see flags and arguments."""
+    name, message, fields = error["class"], error["message"], error["fields"]
     status, kind, code = ERRORS.get(name, BUG)
     if name not in ERRORS:
         where = f" under {request_id()}" if request_id() else ""
@@ -107,13 +106,6 @@ def _object(
             "class": name, "fields": dict(fields or {}),
         }
     }  # fmt: skip
-
-
-def error_from_worker(
-    error: Mapping[str, Any], folders: Sequence[str] = (), *, is_admin: bool = False
-) -> tuple[int, dict[str, Any]]:
-    """Return status and object of an error from the worker, as `error_json`."""
-    return error_json(error["class"], error["message"], error["fields"], folders, is_admin=is_admin)
 
 
 def note_refusal(error: Mapping[str, Any], folders: Sequence[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""What does the server log: which lines, with which fields and ids?"""
+"""What does the server log: which lines, with which fields and ids, and how does it read a header line of a request?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trimtab.errors import RequestError
 from trimtab.printable import printable
-from trimtab.serve.contract.head_lines import value_of
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
@@ -34,6 +33,19 @@ _GIVEN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 # The most characters of a client's field, of any other field, of a message, and of a traceback.
 _CHOSEN_LETTERS, _METHOD_LETTERS = 200, 20
 _FIELD_LETTERS, _MESSAGE_LETTERS, _TRACEBACK_LETTERS = 2_000, 8_000, 64_000
+
+# Two readers could use two values of these: a second line is refused. Credentials, the host, and what defines the body.
+ONCE = (
+    "authorization", "x-api-key", "host", "content-length", "content-type", "content-encoding", "transfer-encoding", "origin",
+    "access-control-request-method",
+)  # fmt: skip
+# A repeated one counts as absent, as in W3C Trace Context section 3.2 for `traceparent`.
+LABELS = ("x-request-id", "traceparent")
+# All lines are one list. RFC 9110 section 5.3.
+LISTS = ("tracestate", "if-none-match", "access-control-request-headers")
+
+# In ASGI's form: lower-case names, in the order of arrival.
+Lines = Iterable[tuple[bytes, bytes]]
 
 log = logging.getLogger("trimtab.serve.requests")
 # Without a configured journal, the lines of requests are discarded.
@@ -87,6 +99,22 @@ def drop_tracebacks(exc: BaseException) -> None:
             seen.add(id(error))
             error.__traceback__ = None
             left += (error.__cause__, error.__context__)
+
+
+# Header lines ---------------------------------------------------------------------------------------------------------
+
+
+def value_of(lines: Lines, name: str) -> bytes:
+    """Return the value of a line of ONCE or LABELS, b"" without one. A repeated label has none."""
+    assert name in ONCE or name in LABELS
+    values = [value for known, value in lines if known == name.encode()]
+    return values[0].strip() if len(values) == 1 else b""
+
+
+def list_of(lines: Lines, name: str) -> bytes:
+    """Return the lines of one of LISTS as one."""
+    assert name in LISTS
+    return b",".join(value.strip() for known, value in lines if known == name.encode())
 
 
 # Streams --------------------------------------------------------------------------------------------------------------

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
-from trimtab.serve.contract.head_lines import is_loopback
 from trimtab.serve.contract.inside_root import look, outside
 from trimtab.serve.contract.quotas import KeyLimits
 
@@ -203,3 +203,30 @@ class Settings:
             raise outside() from exc
         look(folder, root)
         return folder
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address. A name counts only if it is `localhost`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class Live:
+    """The settings of a server, and the functions that receive each change."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._listeners: list[Callable[[Settings], None]] = []
+
+    def listen(self, use: Callable[[Settings], None]) -> None:
+        """Have a function called with each later settings."""
+        self._listeners.append(use)
+
+    def replace(self, settings: Settings) -> None:
+        self.settings = settings
+        for use in self._listeners:
+            use(settings)

@@ -11,7 +11,8 @@ from typing import Any
 from trimtab.engine.chat.answer_forms import CALL_MARKS, GEMMA_QUOTE
 from trimtab.engine.chat.call_values import are_texts, parameter_schemas, target_of
 from trimtab.errors import RequestError
-from trimtab.serve.grammar.schema_cost import is_number
+from trimtab.serve.contract.plain_values import is_number
+from trimtab.serve.grammar.schema import nodes_of
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 # The spaces that JSON may have where a model was trained on one; see constraint.WHITE_SPACE.
@@ -454,18 +455,10 @@ def in_document(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     """Return a part of a tool's schema as a separate schema, whose references lead to the same places."""
     schema = {"enum": []} if schema is False else schema if isinstance(schema, Mapping) else {}
     shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    if _refers_elsewhere({**schema, "$defs": shared}):
+    pointers = (node.get("$ref") for node in nodes_of({**schema, "$defs": shared}))
+    if any(isinstance(one, str) and not one.startswith(("#/$defs/", "#/definitions/")) for one in pointers):
         return {**_moved(schema), "$defs": {"root": _moved(root)}}
     return {**shared, **schema}
-
-
-def _refers_elsewhere(node: Any) -> bool:
-    if isinstance(node, Mapping):
-        pointer = node.get("$ref")
-        return (isinstance(pointer, str) and not pointer.startswith(("#/$defs/", "#/definitions/"))) or any(
-            map(_refers_elsewhere, node.values())
-        )
-    return isinstance(node, list) and any(map(_refers_elsewhere, node))
 
 
 def _moved(node: Any) -> Any:

@@ -139,13 +139,10 @@ def _limit_time() -> None:
 def answer(tokenizer: Any, source: GrammarSource) -> dict[str, Any]:
     """Return the grammars of a source, or the reason why it cannot be enforced ("reason"; "mistake": why we failed)."""
     try:
-        for grammar in source.checks():
-            if reason := compiled(tokenizer, grammar)[1]:
-                return {"reason": f"cannot be enforced ({reason})", "field": source.field}
-        grammars = source.grammars()
-        for grammar in grammars.values():
-            if reason := compiled(tokenizer, grammar)[1]:
-                return {"reason": f"cannot be enforced ({reason})", "field": source.field}
+        for make in (source.checks, source.grammars):
+            for grammar in (grammars := make()).values():
+                if reason := compiled(tokenizer, grammar)[1]:
+                    return {"reason": f"cannot be enforced ({reason})", "field": source.field}
     except RequestError as exc:
         return {"reason": exc.reason, "field": exc.field}
     except RecursionError:

@@ -42,15 +42,15 @@ def _pairs(schema: Mapping[str, Any], *, are_tools: bool) -> int:
     return patterns**2 * merges
 
 
-def check_options(schema: Mapping[str, Any], *, field: str) -> None:
-    """Raise RequestError for options of llguidance in a schema: with `lenient` it would ignore keywords that it cannot enforce."""
+def check_schema(schema: Mapping[str, Any], *, field: str) -> None:
+    """Raise RequestError for options of llguidance in a schema, if no finite value satisfies it, or if its references are too many
+    to follow.
+
+    With the option `lenient`, llguidance would ignore keywords that it cannot enforce. `{"$ref": "#"}` is satisfied by no value
+    that ends. A schema is called endless only where that is certain.
+    """
     if "x-guidance" in schema:
         raise RequestError('"x-guidance" is not a keyword of a JSON schema', field=field)
-
-
-def check_ends(schema: Mapping[str, Any], *, field: str) -> None:
-    """Raise RequestError if no finite value satisfies the schema, or if its references are too many to follow. `{"$ref": "#"}` is
-    satisfied by no value that ends. A schema is called endless only where that is certain."""
     if any("$ref" in node for node in nodes_of(schema)) and not _Ends(schema, field).has_finite_value():
         raise RequestError("no finite value satisfies it: its references lead back to themselves", field=field)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from trimtab.engine.chat.call_values import target_of
 from trimtab.errors import RequestError
+from trimtab.serve.contract.plain_values import is_number, scalars
 from trimtab.serve.grammar.schema import Targets, list_of, nodes_of
 
 MOST_REFERENCES = 16  # that lead to one another are followed
@@ -356,22 +357,9 @@ def longest_text(schema: Any) -> int:
     for node in nodes_of(schema):
         named = node.get("properties")
         names = [*(named if isinstance(named, dict) else ()), *list_of(node, "required")]
-        for value in (*names, node.get("const"), *list_of(node, "enum")):
-            longest = max(longest, *map(len, _texts(value)), 0)
+        texts = (one for one in scalars([*names, node.get("const"), *list_of(node, "enum")]) if isinstance(one, str))
+        longest = max(longest, *map(len, texts), 0)
     return longest
-
-
-def _texts(value: Any) -> Iterator[str]:
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, dict):
-            waiting.extend(one)
-            waiting.extend(one.values())
-        elif isinstance(one, list):
-            waiting.extend(one)
 
 
 def optional_properties(schema: Any) -> int:
@@ -410,10 +398,6 @@ def range_digits(schema: Any) -> int:
 # Numbers that llguidance would change ----------------------------------------------------------------------------------
 
 
-def is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def inexact_numbers(schema: Any) -> int:
     """Return how many numbers of a schema llguidance would replace by others: it has float64 for all, and 64 bits for integers.
 
@@ -422,23 +406,13 @@ def inexact_numbers(schema: Any) -> int:
     count = 0
     for node in nodes_of(schema):
         for name in _BOUNDS:
-            for value in _numbers([node.get(name)]):
+            for value in filter(is_number, scalars(node.get(name))):
                 read = max(-(2**63), min(int(float(value)), 2**63 - 1))
                 is_beyond = read > value if name.lower().endswith("minimum") else read < value
                 count += read != int(value) and not (abs(read) >= 2**63 - 1 and is_beyond)
-        for value in _numbers([node.get("const"), *list_of(node, "enum")]):
+        for value in filter(is_number, scalars([node.get("const"), *list_of(node, "enum")])):
             count += int(float(value)) != int(value) or abs(value) >= 2**63
     return count
-
-
-def _numbers(value: Any) -> Iterator[int | float]:
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, (int, float)) and not isinstance(one, bool):
-            yield one
-        elif isinstance(one, (dict, list)):
-            waiting.extend(one.values() if isinstance(one, dict) else one)
 
 
 def open_units(merges: Merges) -> int:

@@ -57,12 +57,12 @@ class GrammarSource:
             for after in self.openings
         }  # fmt: skip
 
-    def checks(self) -> list[str]:
-        """Return grammars that have to compile in addition to the others: of parameters, where some forms enforce less."""
+    def checks(self) -> dict[str, str]:
+        """Return function -> a grammar that has to compile too: of its parameters, where some forms enforce less."""
         from llguidance import LLMatcher
 
-        parameters = [function.get("parameters") or NO_PARAMETERS for function in self.functions]
-        return [str(LLMatcher.grammar_from_json_schema(json.dumps(one))) for one in parameters]
+        parameters = {function["name"]: function.get("parameters") or NO_PARAMETERS for function in self.functions}
+        return {name: str(LLMatcher.grammar_from_json_schema(json.dumps(one))) for name, one in parameters.items()}
 
     def _mark(self, text: str) -> str:
         return self.marks.get(text, json.dumps(text))

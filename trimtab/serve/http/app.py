@@ -24,8 +24,8 @@ from trimtab.serve.api import messages_api, responses_api
 from trimtab.serve.api import other_routes as beside
 from trimtab.serve.api import schemas as wire
 from trimtab.serve.api import to_jobs as asking
+from trimtab.serve.api.admission import FREE_BYTES, AccessMiddleware, BodyLimits, BodyTooLargeError, Reader, client_of, sender_of
 from trimtab.serve.api.answers import CLIENT_LEFT, ChatShape, CompletionShape, Merged, Shape, answer
-from trimtab.serve.api.body import FREE_BYTES, BodyLimits, BodyTooLargeError, Reader
 from trimtab.serve.api.routes import (
     ANTHROPICS,
     BESIDE,
@@ -42,13 +42,11 @@ from trimtab.serve.api.routes import (
     WITH_MEDIA,
 )
 from trimtab.serve.contract import log as journal
-from trimtab.serve.contract.errors import error_from_worker, error_json, error_response, http_error, note_refusal, plain_error
+from trimtab.serve.contract.errors import error_json, error_response, http_error, note_refusal, plain_error
 from trimtab.serve.contract.field_names import Names, client_error, client_field
 from trimtab.serve.contract.job import Event, Job
 from trimtab.serve.contract.quotas import Quotas
-from trimtab.serve.contract.settings import IGNORED_HEADER, RELOAD, Settings
-from trimtab.serve.http.auth import AccessMiddleware, client_of, sender_of
-from trimtab.serve.http.live import Live
+from trimtab.serve.contract.settings import IGNORED_HEADER, RELOAD, Live, Settings
 from trimtab.serve.http.openapi import description
 from trimtab.serve.media.fetch import Fetcher
 from trimtab.serve.observe.metrics import Metrics, Seen
@@ -106,7 +104,7 @@ def on_trimtab_error(folders: Sequence[str] = ()) -> Callable[[Request, Exceptio
         assert isinstance(exc, TrimtabError)
         error = client_error(plain_error(exc), _names_of(request))
         note_refusal(error, folders)
-        return _as_asked(request, *error_from_worker(error, folders, is_admin=request.url.path == RELOAD))
+        return _as_asked(request, *error_json(error, folders, is_admin=request.url.path == RELOAD))
 
     return handle
 
@@ -146,7 +144,7 @@ async def _on_left(request: Request, exc: Exception) -> Response:
 
 
 async def _on_bug(request: Request, exc: Exception) -> Response:
-    response = _as_asked(request, *error_json("bug", "", {}))
+    response = _as_asked(request, *error_json({"class": "bug", "message": "", "fields": {}}))
     if journal.request_id():  # this answer is made outside of the journal
         response.headers[journal.HEADER] = journal.request_id()
     return response
@@ -371,15 +369,14 @@ class _Api:
         """Answer every prompt. may_be_shorter: than max_tokens, where the prompt leaves less of the context."""
         make = partial(
             asking.jobs_of, body, prompts, adapter=adapter, context_tokens=self.pool.context_tokens(model),
-            limits=self.settings.limits, deadline_s=self.settings.timeout_s,
-            most_jobs=self.pool.most_jobs(model), client=client_of(request.state.credential, self.settings),
+            limits=self.settings.limits, most_jobs=self.pool.most_jobs(model),
         )  # fmt: skip
         # Schemas may take a moment to check.
         is_long = getattr(body, "response_format", None) or getattr(body, "tools", None)
         jobs = await self.reader.run(self.settings.limits.body_bytes, make) if is_long else make()
         if may_be_shorter:
             jobs = [replace(job, fills_context=True) for job in jobs]
-        jobs = self._from_sender(request, jobs)
+        jobs = self._of_client(request, jobs)
         self._name_adapter(request, body)
         seen = self._begin(request, model, adapter, choices=len(jobs))
         streams = [self.pool.submit(model, job, seen.dropped) for job in jobs]
@@ -409,10 +406,8 @@ class _Api:
     async def embeddings(self, request: Request) -> Response:
         body, _ = await self.reader.read(wire.EmbeddingsRequest, request)
         model, adapter = asking.voice_of(self.pool, body)
-        jobs = beside.embedding_jobs(
-            body, adapter=adapter, context_tokens=self.pool.context_tokens(model), limits=self.settings.limits,
-            deadline_s=self.settings.timeout_s,
-        )  # fmt: skip
+        context_tokens = self.pool.context_tokens(model)
+        jobs = beside.embedding_jobs(body, adapter=adapter, context_tokens=context_tokens, limits=self.settings.limits)
         self._name_adapter(request, body)
         return await self._result(request, model, adapter, jobs, beside.EmbeddingsShape(body))
 
@@ -422,7 +417,7 @@ class _Api:
         model, _ = self.pool.resolve(body.model)
         context_tokens = self.pool.context_tokens(model)
         if body.messages is None:
-            job = beside.text_job(body, context_tokens=context_tokens, deadline_s=self.settings.timeout_s)
+            job = beside.text_job(body, context_tokens=context_tokens)
         else:
             chat = await self.reader.run(size, lambda: beside.chat_to_tokenize(body))
             job = await self._chat_tokens(request, chat, size, model)
@@ -437,22 +432,19 @@ class _Api:
 
     async def _chat_tokens(self, request: Request, chat: wire.ChatRequest, size: int, model: str) -> Job:
         messages = await self._read_messages(request, chat, size, model)
-        return beside.chat_job(
-            chat, messages, context_tokens=self.pool.context_tokens(model), limits=self.settings.limits,
-            deadline_s=self.settings.timeout_s,
-        )  # fmt: skip
+        context_tokens = self.pool.context_tokens(model)
+        return beside.chat_job(chat, messages, context_tokens=context_tokens, limits=self.settings.limits)
 
     async def detokenize(self, request: Request) -> Response:
         body, _ = await self.reader.read(wire.DetokenizeRequest, request)
         model, _ = self.pool.resolve(body.model)
-        context_tokens = self.pool.context_tokens(model)
-        job = beside.ids_job(body, context_tokens=context_tokens, deadline_s=self.settings.timeout_s)
+        job = beside.ids_job(body, context_tokens=self.pool.context_tokens(model))
         return await self._result(request, model, None, [job], beside.TextShape(body))
 
-    def _from_sender(self, request: Request, jobs: Sequence[Job]) -> list[Job]:
-        """Return the jobs with the client that takes turns with others."""
-        sender = self._sender(request)
-        return [replace(job, sender=sender) for job in jobs]
+    def _of_client(self, request: Request, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs with the owner of their prefixes, the client that takes turns with others, and their time."""
+        client, sender = client_of(request.state.credential, self.settings), self._sender(request)
+        return [replace(job, client=client, sender=sender, deadline_s=self.settings.timeout_s) for job in jobs]
 
     def _sender(self, request: Request) -> str:
         address = "" if request.client is None else request.client.host
@@ -461,7 +453,7 @@ class _Api:
     async def _result(self, request: Request, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape) -> Response:
         computes = any(job.kind == "embedding" for job in jobs)  # others only split or join a text
         seen = self._begin(request, model, adapter, choices=1, computes=computes)
-        stream = beside.in_turn(self.pool, model, self._from_sender(request, jobs), seen.dropped)
+        stream = beside.in_turn(self.pool, model, self._of_client(request, jobs), seen.dropped)
         merged = Merged([stream], names=_names_of(request))
         return await answer(
             request, merged, shape, seen, wants_usage=False, send_s=self.settings.limits.send_s, folders=self.folders

@@ -18,9 +18,9 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from trimtab.serve.api.admission import OPEN_PATHS
 from trimtab.serve.contract.errors import http_error
 from trimtab.serve.contract.settings import Limits
-from trimtab.serve.http.auth import OPEN_PATHS
 
 HEAD_BYTES = 32 * 2**10
 HEAD_LINES = 128

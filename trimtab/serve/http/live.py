@@ -1,4 +1,4 @@
-"""The current settings, which a reload replaces while requests run."""
+"""How are the file, the keys and the registry of a server read again while requests run?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from trimtab.errors import CheckpointError, RequestError, TrimtabError
 from trimtab.serve.api import schemas as wire
-from trimtab.serve.contract.settings import RELOAD, Settings
+from trimtab.serve.contract.settings import RELOAD, Live, Settings
 from trimtab.serve.worker.registry import ServedModel
 
 # Settings that sockets, workers and the page were made with.
@@ -26,23 +26,6 @@ FIXED_LIMITS = (
 # Models, settings, and the names of other keys of the file that have changed and wait for a restart.
 Reread = Callable[[], tuple[Sequence[ServedModel], Settings, Sequence[str]]]
 log = logging.getLogger("trimtab.serve")
-
-
-class Live:
-    """The settings of a server, and the functions that receive each change."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self._listeners: list[Callable[[Settings], None]] = []
-
-    def listen(self, use: Callable[[Settings], None]) -> None:
-        """Have a function called with each later settings."""
-        self._listeners.append(use)
-
-    def replace(self, settings: Settings) -> None:
-        self.settings = settings
-        for use in self._listeners:
-            use(settings)
 
 
 class Pool(Protocol):

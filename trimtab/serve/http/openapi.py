@@ -11,11 +11,11 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from typing_extensions import get_type_hints
 
 from trimtab._version import __version__
+from trimtab.serve.api.admission import OPEN_PATHS
 from trimtab.serve.api.answer_types import AnthropicError, Error, Health, Object
 from trimtab.serve.api.routes import ANTHROPICS, BESIDE, ROUTES, Described
 from trimtab.serve.contract.settings import ADMIN_PATHS, RELOAD
 
-_OPEN = ("/health", "/ready")
 # Errors of any request: heads and bodies that cannot be read, connections that are all taken, mistakes of the server.
 _ALWAYS = {
     400: "A field is wrong, or the request cannot be read", 405: "The path has another method", 408: "The request was too slow",
@@ -80,7 +80,7 @@ def _path(path: str, route: Described, has_key: bool) -> Schema:
         operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
     if route.body is not None:
         operation["requestBody"] = {"required": path != RELOAD, "content": {"application/json": {"schema": _reference(route.body)}}}
-    if has_key and path not in _OPEN:
+    if has_key and path not in OPEN_PATHS:
         operation["security"] = [{"key": []}]
     return {"get" if route.body is None else "post": operation}
 
@@ -120,7 +120,7 @@ def _refusals(path: str, route: Described, has_key: bool) -> Schema:
     words = {**_ALWAYS, **(_POSTED if route.body is not None else {})}
     if "{name}" in path:
         words[404] = _POSTED[404]
-    if has_key and path not in _OPEN:
+    if has_key and path not in OPEN_PATHS:
         words[401] = "A valid API key is required"
     if path in ADMIN_PATHS:
         words[403] = "An admin key is required, or this server is not administered over HTTP"

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from trimtab._version import __version__
-from trimtab.serve.contract.head_lines import list_of
+from trimtab.serve.contract.log import list_of
 from trimtab.serve.contract.settings import Settings
 
 FOLDER = Path(__file__).with_name("page")

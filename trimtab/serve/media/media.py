@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
-from trimtab.engine.chat.content_parts import from_base64, split_data_url
 from trimtab.engine.chat.media_headers import (
     OGG_PAGES,
     PNG_CHUNKS,
@@ -17,7 +15,7 @@ from trimtab.engine.chat.media_headers import (
     wav_header,
 )
 from trimtab.errors import RequestError
-from trimtab.request import check_picture_size
+from trimtab.request import check_picture_size, from_base64, split_data_url
 from trimtab.serve.contract.settings import Limits
 from trimtab.serve.media.cut_media import Cut
 
@@ -131,13 +129,3 @@ def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> float:
     if decoded_bytes > limits.audio_bytes:
         raise RequestError(f"has {decoded_bytes} bytes decoded, the limit is {limits.audio_bytes}", field=field)
     return seconds
-
-
-def image_part(data: bytes, *, detail: str | None = None) -> dict[str, Any]:
-    """Return an image as a message part for the worker."""
-    return {"type": "image", "image": data, **({"detail": "low"} if detail == "low" else {})}
-
-
-def sound_part(data: bytes) -> dict[str, Any]:
-    """Return an audio clip as a message part for the worker."""
-    return {"type": "audio", "audio": data}

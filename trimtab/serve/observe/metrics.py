@@ -41,8 +41,8 @@ PREFIX_CACHE = {
 }  # fmt: skip
 # Those that only grow while a worker lives.
 PREFIX_COUNTS = ("lookups", "hits", "hit_tokens", "evicted", "media_lookups", "media_hits", "media_passes")
-# Values of `LoadedModel.memory`.
-POOL = ("kv_tokens", "kv_reserved_tokens")
+# Values of the worker's numbers, and of `LoadedModel.memory`.
+NUMBERS = ("kv_tokens", "kv_reserved_tokens", "adapter_host_bytes", "adapter_host_budget_bytes")
 MEMORY = (
     "gpu_bytes", "gpu_peak_bytes", "gpu_process_bytes", "gpu_process_is_estimate", "gpu_planned_bytes", "host_peak_bytes",
 )  # fmt: skip
@@ -153,9 +153,8 @@ class Metrics:
         """Count one request. cached_tokens: those of its prompt whose keys and values were cached."""
         self._endings.setdefault(labels, set()).add(how)
         self.requests.labels(*labels, how).inc()
-        self.tokens.labels(*labels, "prompt").inc(prompt_tokens)
-        self.tokens.labels(*labels, "cached").inc(cached_tokens)
-        self.tokens.labels(*labels, "completion").inc(completion_tokens)
+        for kind, count in zip(TOKEN_KINDS, (prompt_tokens, cached_tokens, completion_tokens), strict=True):
+            self.tokens.labels(*labels, kind).inc(count)
 
     def recent(self) -> list[dict[str, Any]]:
         """Return the last requests, the newest first."""
@@ -176,7 +175,7 @@ class Metrics:
             "queue_length": numbers.get("waiting", 0), "running": numbers.get("running", 0),
             "resident_adapters": len(numbers.get("resident", ())), "worker_ready": int(model["state"] == "ready"),
             "kv_cache_bytes": numbers.get("kv_bytes", 0),
-            **{key: numbers.get(key, 0) for key in (*POOL, "adapter_host_bytes", "adapter_host_budget_bytes")},
+            **{key: numbers.get(key, 0) for key in NUMBERS},
             **{key: memory.get(key, 0) for key in MEMORY},
             **{f"prefix_cache_{key}": kept.get(key, 0) for key in PREFIX_CACHE if key not in PREFIX_COUNTS},
         }  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trimtab.errors import RequestError
-from trimtab.serve.contract.head_lines import Lines, list_of, value_of
+from trimtab.serve.contract.log import Lines, list_of, value_of
 
 HINT = "pip install 'trimtab[otel]'"
 # Field of a log line -> attribute of the span.

@@ -22,12 +22,12 @@ from trimtab.serve.contract.errors import UnknownModelError
 from trimtab.serve.contract.job import SPOKEN, Job
 from trimtab.serve.contract.log import write_traceback
 from trimtab.serve.http.app import make_app
+from trimtab.serve.http.page import page_routes
 from trimtab.serve.observe import tracing
 from trimtab.serve.observe.metrics import Metrics
 from trimtab.serve.pool import Pool
 from trimtab.serve.ray.config import read_arguments
 from trimtab.serve.ray.replica import Place
-from trimtab.serve.run import page_of
 from trimtab.serve.scheduling.scheduler import MistakeError, StoppingError, error_event
 from trimtab.serve.worker.ipc import event_from_message, job_to_message
 from trimtab.serve.worker.supervisor import Emit, ModelFailedError, WorkerDiedError, WorkerError
@@ -61,7 +61,7 @@ class Ingress:
         # The pool's queue begins when every row of every copy is in use.
         wide = [replace(model, copies=most) for model in models]
         self._pool = Pool(wide, settings, together=len(models), make=make)
-        extra = page_of(settings)
+        extra = page_routes(settings)
         spans = tracing.from_environment() if settings.otel else None
         self._app = make_app(self._pool, settings, Metrics(), extra=extra, folders=self._pool.folders, spans=spans)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any
 
 from trimtab.errors import TrimtabError
 from trimtab.serve.contract.errors import plain_error
 from trimtab.serve.contract.job import Event
 from trimtab.serve.worker.ipc import event_to_message, job_from_message
-from trimtab.serve.worker.supervisor import ModelFailedError, Supervisor
+from trimtab.serve.worker.supervisor import ModelFailedError, Supervisor, events_of
 
 TICK_S = 0.05
 # The folder of an adapter and, for a client's adapter, the folder that must contain its files.
@@ -112,29 +112,14 @@ class Replica:
     async def answer(self, message: Mapping[str, Any], path: Place | None) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of a job. message: from `job_to_message`. path: the folder of its adapter, None for the base."""
         job = job_from_message(message)
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Event] = asyncio.Queue()
-
-        def emit(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop has ended: nothing reads events any more
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        is_over = False
         try:
-            try:
-                if path is not None and job.adapter is not None:
-                    await self._bring(job.adapter, path)
-                self._supervisor.submit(job, emit)
-            except TrimtabError as exc:
-                is_over = True
-                yield event_to_message(Event(job.id, "error", finish="error", error=plain_error(exc)))
-            while not is_over:
-                event = await events.get()
-                is_over = event.kind in ("done", "error")
-                yield event_to_message(event)
-        finally:
-            if not is_over:
-                self._supervisor.cancel(job.id)
+            if path is not None and job.adapter is not None:
+                await self._bring(job.adapter, path)
+            async with aclosing(events_of(self._supervisor, job)) as events:
+                async for event in events:
+                    yield event_to_message(event)
+        except TrimtabError as exc:
+            yield event_to_message(Event(job.id, "error", finish="error", error=plain_error(exc)))
 
     async def numbers(self) -> dict[str, Any]:
         """Return the values of this copy for the page and the metrics."""

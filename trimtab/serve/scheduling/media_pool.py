@@ -49,10 +49,6 @@ class _Share:
     is_held: bool = True
 
 
-def _mistake(exc: BaseException) -> MistakeError:
-    return MistakeError(write_traceback(exc, "decoding images and audio"))
-
-
 class MediaPool(WorkLine[_Entry]):
     """The media that wait; clients take turns. decode: returns a job with its media decoded. size: how many bytes they will take.
 
@@ -126,7 +122,8 @@ class MediaPool(WorkLine[_Entry]):
                 self._returner.return_now()
             self._work(work, share)
         except BaseException as exc:
-            drop_tracebacks(problem := exc if isinstance(exc, TrimtabError) else _mistake(exc))
+            what = "decoding images and audio"
+            drop_tracebacks(problem := exc if isinstance(exc, TrimtabError) else MistakeError(write_traceback(exc, what)))
             with suppress(InvalidStateError):  # it was answered, or cancelled
                 work.future.set_exception(problem)
             self._give_back(share)

@@ -19,13 +19,12 @@ from PIL import Image
 from trimtab.engine.batch.generate import hidden_ids
 from trimtab.engine.batch.request import Constraint
 from trimtab.engine.chat import prompt as chat
-from trimtab.engine.chat.content_parts import parts_in
 from trimtab.engine.chat.media import SAMPLE_RATE, picture_bytes, sound_rate
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.model import LoadedModel
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.planning.memory.media import LEAST_BUDGET_BYTES, MEDIA, patch_bytes, request_bytes, sound_bytes
-from trimtab.request import GenerateRequest
+from trimtab.request import GenerateRequest, parts_in, texts_in
 from trimtab.serve.api.client_errors import for_client
 from trimtab.serve.contract.job import Job
 from trimtab.serve.contract.log import drop_tracebacks, write_traceback
@@ -330,11 +329,7 @@ def _texts(job: Job) -> Iterator[str]:
     for message in job.prompt:
         if calls := message.get("tool_calls"):
             yield json.dumps(calls, ensure_ascii=False)
-        content = message.get("content")
-        if isinstance(content, str):
-            yield content
-        else:
-            yield from (part["text"] for part in content or () if part["type"] == "text")
+        yield from texts_in(message)
 
 
 _installing = threading.Lock()
@@ -519,7 +514,7 @@ class Preparing(WorkLine[_Prompt]):
 def has_media(prompt: Any) -> bool:
     """Whether a prompt is messages with images or audio."""
     return isinstance(prompt, list) and any(
-        part["type"] != "text" for message in prompt if isinstance(message, dict) for part in _parts(message)
+        part["type"] != "text" for message in prompt if isinstance(message, dict) for part in parts_in(message)
     )
 
 
@@ -531,10 +526,4 @@ def is_short(prompt: Any) -> bool:
         return len(prompt) <= SHORT_CHARACTERS
     if has_media(prompt):
         return False
-    count = sum(len(part["text"]) for message in prompt if isinstance(message, dict) for part in _parts(message))
-    return count <= SHORT_CHARACTERS
-
-
-def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    content = message["content"]
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    return sum(len(text) for message in prompt if isinstance(message, dict) for text in texts_in(message)) <= SHORT_CHARACTERS

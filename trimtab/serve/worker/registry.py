@@ -100,26 +100,23 @@ class ServedModel:
         }  # fmt: skip
 
 
-# Keys of a model's table -> fields of LoadRequest.
-_PLACEMENT = {
-    "quant": "quant", "dtype": "dtype", "context": "context_tokens", "gpu_memory": "gpu_memory_bytes",
-    "host_memory": "host_memory_bytes", "images": "images", "audio_s": "audio_s", "place": "place",
-    "device_map": "device_map", "keep_unquantized": "keep_unquantized", "device": "device", "offload_dir": "offload_dir",
-    "head": "head", "prefix_cache": "prefix_cache_bytes", "batch_invariant": "batch_invariant",
-    "kv_tokens": "kv_tokens", "kv": "kv", "answer_tokens": "answer_tokens", "experts": "experts",
-}  # fmt: skip
-_OWN = (
-    "path", "plan", "adapters", "keep", "rows", "resident_adapters", "idle_unload_s", "supports_image", "supports_audio", "decode",
-    "stop_at_turn_end",
-)  # fmt: skip
-_KINDS: Mapping[str, tuple[type, ...]] = {
+# Keys of a model's table -> the types of their values: its own ones, and those that are fields of LoadRequest.
+_OWN: Mapping[str, tuple[type, ...]] = {
     "path": (str,), "plan": (str,), "adapters": (dict,), "keep": (list,), "rows": (int,), "resident_adapters": (int,),
-    "idle_unload_s": (int, float), "supports_image": (bool,), "supports_audio": (bool,),
-    "decode": (str,), "stop_at_turn_end": (bool,), "quant": (str,), "dtype": (str,),
-    "context": (int,), "gpu_memory": (str, int), "host_memory": (str, int), "images": (int,), "audio_s": (int, float),
-    "place": (dict,), "device_map": (dict,), "keep_unquantized": (list,), "device": (str,), "offload_dir": (str,), "head": (str,),
-    "prefix_cache": (str, int), "batch_invariant": (bool,), "kv_tokens": (int,), "kv": (str,),
-    "answer_tokens": (int,), "experts": (str,),
+    "idle_unload_s": (int, float), "supports_image": (bool,), "supports_audio": (bool,), "decode": (str,),
+    "stop_at_turn_end": (bool,),
+}  # fmt: skip
+_PLACEMENT: Mapping[str, tuple[type, ...]] = {
+    "quant": (str,), "dtype": (str,), "context": (int,), "gpu_memory": (str, int), "host_memory": (str, int), "images": (int,),
+    "audio_s": (int, float), "place": (dict,), "device_map": (dict,), "keep_unquantized": (list,), "device": (str,),
+    "offload_dir": (str,), "head": (str,), "prefix_cache": (str, int), "batch_invariant": (bool,), "kv_tokens": (int,),
+    "kv": (str,), "answer_tokens": (int,), "experts": (str,),
+}  # fmt: skip
+_KINDS = {**_OWN, **_PLACEMENT}
+# Names of those fields, where they differ.
+_FIELDS = {
+    "context": "context_tokens", "gpu_memory": "gpu_memory_bytes", "host_memory": "host_memory_bytes",
+    "prefix_cache": "prefix_cache_bytes",
 }  # fmt: skip
 
 _WORDS: Mapping[type, str] = {
@@ -160,13 +157,15 @@ def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedM
         problems += wrong
         if model is not None:
             models.append(model)
-    problems += _shared_names(models)
-    if problems:
-        raise CheckpointError(
-            f"{len(problems)} problem{'s' if len(problems) > 1 else ''}\n" + "\n".join(f"  - {text}" for text in problems),
-            path=path,
-        )
+    refuse(path, [*problems, *_shared_names(models)])
     return tuple(models)
+
+
+def refuse(path: Path, problems: Sequence[str]) -> None:
+    """Raise CheckpointError with every problem of a file, if there are any."""
+    if problems:
+        lines = "\n".join(f"  - {text}" for text in problems)
+        raise CheckpointError(f"{len(problems)} problem{'s' if len(problems) > 1 else ''}\n{lines}", path=path)
 
 
 def check_present(models: Sequence[ServedModel]) -> None:
@@ -221,8 +220,7 @@ def _table_problems(table: Mapping[str, Any], folder: Path) -> list[str]:
     for key, value in table.items():
         kinds = _KINDS.get(key)
         if kinds is None:
-            known = (*_OWN, *_PLACEMENT)
-            problems.append(f"{key}: unknown key{choices_text(known, near_names(key, known))}")
+            problems.append(f"{key}: unknown key{choices_text(tuple(_KINDS), near_names(key, _KINDS))}")
         elif not _is_of(value, kinds):
             problems.append(f"{key}: must be {' or '.join(_WORDS.get(kind, kind.__name__) for kind in kinds)}")
         elif key in ("keep", "keep_unquantized") and not all(isinstance(item, str) for item in value):
@@ -276,7 +274,7 @@ def _made(name: str, table: Mapping[str, Any], folder: Path) -> ServedModel:
         adapters = {**request.adapters, **adapters}
         request = replace(request, adapters={})
     else:
-        values = {_PLACEMENT[key]: value for key, value in table.items() if key in _PLACEMENT}
+        values = {_FIELDS.get(key, key): value for key, value in table.items() if key in _PLACEMENT}
         for key in ("gpu_memory_bytes", "host_memory_bytes", "prefix_cache_bytes"):
             if key in values:
                 values[key] = parse_bytes(values[key], field_name=key.removesuffix("_bytes"))

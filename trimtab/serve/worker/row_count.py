@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.planning import Plan
@@ -35,16 +36,12 @@ def plan_rows(request: LoadRequest, rows: int | None, make: Callable[[LoadReques
             plan = make(replace(request, batch=count))
         except DoesNotFitError:
             continue
-        if _is_as_good(plan, least):
+        if _layout(plan) == _layout(least):
             return plan
     return least
 
 
-def _is_as_good(candidate: Plan, least: Plan) -> bool:
-    """Whether more rows keep every block in its tier, and the modes of prompts and steps."""
-    placements = [[(one.block_path, one.tier, one.home) for one in plan.placements] for plan in (candidate, least)]
-    phases = [
-        (plan.execution.step.mode, plan.execution.prompt.chunks, plan.execution.head, plan.staging_slots)
-        for plan in (candidate, least)
-    ]  # fmt: skip
-    return placements[0] == placements[1] and phases[0] == phases[1]
+def _layout(plan: Plan) -> tuple[Any, ...]:
+    """Return the tier of every block, and the modes of prompts and steps."""
+    placements = [(one.block_path, one.tier, one.home) for one in plan.placements]
+    return placements, plan.execution.step.mode, plan.execution.prompt.chunks, plan.execution.head, plan.staging_slots

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
 
-from trimtab.errors import DeviceError, RequestError, TrimtabError
+from trimtab.errors import DeviceError, TrimtabError
 from trimtab.serve.contract.errors import for_clients
 from trimtab.serve.contract.job import ENDS, SPOKEN, Event, Job
 from trimtab.serve.contract.log import write_traceback
@@ -30,11 +31,10 @@ PATIENCE = Patience()
 FAILED_S = 30.0
 # Errors of a start that another start would have too.
 FINAL = frozenset(kind.__name__ for kind in worker.FOR_OPERATORS)
-# "unresponsive": a ready worker has become silent (ipc.py). Requests wait for it, or for the next one.
 # The first phase of a worker, before it tells its own.
 STARTING = ("starting the worker process", "")
-STATES = ("stopped", "loading", "ready", "unresponsive", "restarting", "failed")
-# States with a worker that accepts messages, now or later.
+# States with a worker that accepts messages, now or later. "unresponsive": a ready one has become silent (ipc.py). Requests wait
+# for it, or for the next one.
 LIVES = ("ready", "unresponsive")
 
 log = logging.getLogger("trimtab.serve")
@@ -204,6 +204,39 @@ def end_all(flights: Iterable[Flight], calls: Iterable[Call], error: TrimtabErro
         flight.emit(error_event(flight.job.id, error))
 
 
+async def events_of(
+    supervisor: Supervisor, job: Job, *, on_dropped: Callable[[Mapping[str, Any]], None] | None = None,
+    wait: Callable[[Awaitable[Event]], Awaitable[Event]] = lambda event: event,
+) -> AsyncGenerator[Event, None]:  # fmt: skip
+    """Yield the events of a job until it is done. Closing the iterator early cancels the job. Errors: those of `submit` and `wait`.
+
+    on_dropped: called later with the computed tokens of a cancelled job. wait: waits for the next event.
+    """
+    loop = asyncio.get_running_loop()
+    events: asyncio.Queue[Event] = asyncio.Queue()
+
+    def take(event: Event) -> None:
+        if event.kind != "dropped":
+            events.put_nowait(event)
+        elif on_dropped is not None:
+            on_dropped(event.usage)
+
+    def emit(event: Event) -> None:
+        with suppress(RuntimeError):  # the loop has ended: nothing reads events any more
+            loop.call_soon_threadsafe(take, event)
+
+    supervisor.submit(job, emit)
+    is_over = False
+    try:
+        while not is_over:
+            event = await wait(events.get())
+            is_over = event.kind in ("done", "error")
+            yield event
+    finally:
+        if not is_over:
+            supervisor.cancel(job.id)
+
+
 class Supervisor:
     """Keeps one worker alive. settings: those of `worker.main`. retry: send a job without an event to the next worker, once.
 
@@ -228,12 +261,11 @@ class Supervisor:
         self._life: Life | None = None
         self._failures = 0
         self._is_stopping = False
-        self._ready = threading.Event()
 
     # Start and end ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the worker and return at once; `wait_ready` waits for it. A second call does nothing.
+        """Start the worker and return at once; `state` says when it is ready. A second call does nothing.
 
         Errors: OSError or RuntimeError if the system refuses a process or thread; the supervisor is then stopped, and
         can be started again.
@@ -266,13 +298,6 @@ class Supervisor:
             self._life = before
             raise
 
-    def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Wait until the worker answers. Errors: WorkerError with its failure; RequestError at the time limit."""
-        if not self._ready.wait(timeout_s):
-            raise RequestError("the model is not loaded yet", field="timeout", value=timeout_s)
-        if self.state == "failed":
-            raise WorkerError(self.failure or {"class": "DeviceError", "message": "the worker failed", "fields": {}})
-
     def drain(self, grace_s: float) -> None:
         """Let running answers end within a time limit, then stop. New jobs are refused from now on."""
         with self._lock:
@@ -288,7 +313,6 @@ class Supervisor:
         with self._lock:
             self._is_stopping = True
             life, self._life = self._life, None
-            self._ready.clear()
         if life is not None:
             life.stop()
         end_all(*self.work.take(), StoppingError())
@@ -426,7 +450,6 @@ class Supervisor:
                 log.info("a worker is ready again", extra={"fields": {"model": self.settings.get("name", "")}})
             for job_message in self.work.messages(only_new=False):
                 life.send(job_message)
-        self._ready.set()
 
     def _replied(self, message: Mapping[str, Any]) -> None:
         call = self.work.replied(message)
@@ -446,7 +469,6 @@ class Supervisor:
         with self._lock:
             if self._life is not life:
                 return  # `stop` has handled it
-            self._ready.clear()
             died = WorkerDiedError(exit_code, life.reason)
             lost, calls = self.work.take(self._may_stay)
             self._failures = 0 if life.answered else self._failures + 1
@@ -472,10 +494,8 @@ class Supervisor:
         elif is_over:
             error = ModelFailedError(self.failure)
         end_all(lost, calls, error)
-        if is_over:
-            self._ready.set()
-            return
-        self._start_again(life)
+        if not is_over:
+            self._start_again(life)
 
     def _start_again(self, life: Life) -> None:
         """Start a worker instead of one that ended. If the system refuses now, it may succeed later: requests wait."""
