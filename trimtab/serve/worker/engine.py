@@ -67,8 +67,10 @@ class LoadedEngine:
         Errors: DeviceError, also for a family without rows; CheckpointError without a tokenizer that can be used.
         """
         self.batch.check_rows()
+        reading = self.inputs.read_vocabulary()
         with self.model._out_of_memory_named("capturing the first steps"):
             self.batch.captures_ahead.prepare(self.shelf.held, first=True)
+        reading.join()
         self.inputs.learn_media()
 
     @property

@@ -110,11 +110,22 @@ class PromptInputs:
                 silence = np.zeros(SAMPLE_RATE, np.float32)
                 chat.prepare(self.model, "?", audios=[silence], device=torch.device("cpu"))
 
-    def compile_ahead(self) -> None:
-        """Begin to read the vocabulary and to start the grammar process, so that the first schema waits for neither."""
-        if self._grammar is None:
+    def read_vocabulary(self) -> threading.Thread:
+        """Begin to read the vocabulary for grammars, on a thread that is returned. It holds the interpreter's lock, for a second
+        and more with 262,000 tokens: every token of a server that answers would wait for it."""
+
+        def read() -> None:
             with suppress(TrimtabError):  # requests with a schema get the error
-                self._compiling.warm(lambda: self._made_grammar().vocabulary())
+                self._made_grammar()
+
+        thread = threading.Thread(target=read, name="vocabulary", daemon=True)
+        thread.start()
+        return thread
+
+    def compile_ahead(self) -> None:
+        """Begin to start the grammar process, so that the first schema does not wait for it."""
+        if self._grammar is not None:
+            self._compiling.warm(self._grammar.vocabulary)
 
     def prepare(self, job: Job) -> Future[Inputs] | Future[Compiled] | None:
         """Begin to make a job's inputs, on the host; None for token ids. Errors, in the future: as `begin`.
