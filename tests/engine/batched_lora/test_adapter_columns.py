@@ -14,7 +14,7 @@ from tests.engine.prefill.test_prefill import answered, differ, eager, ids, in_c
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.batched_lora.columns import LARGEST_ERROR, Columns, DequantizedWeights, extended_width, wrong
 from trimtab.engine.batched_lora.table import groups_of
-from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.cuda.check_cache import CardEntries
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import MatmulTable
 from trimtab.engine.formats.weights import dequantize
@@ -328,8 +328,8 @@ def chosen(monkeypatch, *, why=None, slower=None, adapters=True, unpacked=None, 
     kernels, checked, said = PromptKernels("module", unpacks=True, adds=True), [], []
     kernels.reserve([leaf], columns=ADAPTER_COLUMNS)
 
-    kept = KeptChecks() if kept is None else kept
-    monkeypatch.setattr(KeptChecks, "of", classmethod(lambda cls, device: kept))
+    kept = CardEntries() if kept is None else kept
+    monkeypatch.setattr(CardEntries, "of", classmethod(lambda cls, device: kept))
     monkeypatch.setattr(adapter_columns, "wrong", check or (lambda *given: checked.append("wrong") or why))
     monkeypatch.setattr(adapter_columns, "pair_us", lambda *given: (3.0, 2.0) if slower else (1.0, 2.0))
     monkeypatch.setattr(adapter_columns, "runs", lambda *given: (None, None))
@@ -338,7 +338,7 @@ def chosen(monkeypatch, *, why=None, slower=None, adapters=True, unpacked=None, 
 
 
 def test_what_is_right_and_faster_is_used_and_not_checked_again(monkeypatch):
-    kept = KeptChecks()
+    kept = CardEntries()
     for checks in (["wrong"], []):
         columns, checked, said = chosen(monkeypatch, kept=kept)
         assert columns is not None and checked == checks and not said
@@ -346,7 +346,7 @@ def test_what_is_right_and_faster_is_used_and_not_checked_again(monkeypatch):
 
 
 def test_what_is_wrong_or_slower_is_named_and_checked_again(monkeypatch):
-    kept = KeptChecks()
+    kept = CardEntries()
     for given in ({"why": "it is wrong"}, {"slower": "slower here: 3.0 µs against torch's 2.0"}):
         columns, checked, said = chosen(monkeypatch, kept=kept, **given)
         assert columns is None and checked == ["wrong"] and said == [(*given.values(), adapter_columns.NAME)]

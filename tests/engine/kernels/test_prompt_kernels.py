@@ -11,7 +11,7 @@ from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import prompts as cpu_module
 from tests.engine.kernels.test_many_rows import random
-from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.cuda.check_cache import CardEntries
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import MatmulTable
 from trimtab.engine.formats.weights import dequantize
@@ -181,10 +181,10 @@ def test_kernels_are_tried_on_a_layer_that_leaves_room(monkeypatch):
 )
 def test_what_a_model_has_no_layers_for_is_no_fallback_and_is_not_checked_again(monkeypatch, layers, unpacks, reasons):
     made = {"none": lambda: nn.Linear(8, 8), "nf4": lambda: leaf(64, 64), "odd": lambda: leaf(3, 2)}
-    decoder, checked, kept = nn.ModuleList([made[kind]() for kind in layers]), [], KeptChecks()
+    decoder, checked, kept = nn.ModuleList([made[kind]() for kind in layers]), [], CardEntries()
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=64))
     model = SimpleNamespace(get_decoder=lambda: decoder, config=config)
-    monkeypatch.setattr(KeptChecks, "of", classmethod(lambda cls, device: kept))
+    monkeypatch.setattr(CardEntries, "of", classmethod(lambda cls, device: kept))
     monkeypatch.setattr(prompt_kernels, "load", lambda device: "module")
     for name in ("wrong_unpack", "wrong_add", "wrong_add_rows"):
         monkeypatch.setattr(prompt_kernels, name, lambda *given, name=name: checked.append(name))
@@ -205,7 +205,7 @@ def test_a_layer_that_cannot_be_opened_leaves_the_kernels_out_and_no_answer(monk
     decoder = nn.ModuleList([leaf(64, 64)])
     text = refuse if where == "width" else lambda: SimpleNamespace(hidden_size=64)
     model = SimpleNamespace(get_decoder=lambda: decoder, config=SimpleNamespace(get_text_config=text))
-    monkeypatch.setattr(KeptChecks, "of", classmethod(lambda cls, device: KeptChecks()))
+    monkeypatch.setattr(CardEntries, "of", classmethod(lambda cls, device: CardEntries()))
     monkeypatch.setattr(prompt_kernels, "load", lambda device: "module")
     if where != "width":
         monkeypatch.setattr(prompt_kernels.layouts if where == "scale_type" else prompt_kernels, where, refuse)

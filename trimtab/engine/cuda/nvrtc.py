@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig
-from trimtab.engine.cuda.shipped_configs import KernelLimits
 from trimtab.errors import DeviceError
 from trimtab.process.user_cache import hashed, own_folder, prune, read_own, touch, write_own
 
@@ -321,6 +320,16 @@ def _c_argument(value: Argument) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_
     if isinstance(value, int):
         return ctypes.c_int(value)
     return ctypes.c_float(value)
+
+
+@dataclass(frozen=True)
+class KernelLimits:
+    """The driver's figures for a compiled kernel. local_bytes: per thread, for registers that were spilled."""
+
+    registers: int
+    max_threads: int
+    static_shared_bytes: int
+    local_bytes: int
 
 
 class Module:

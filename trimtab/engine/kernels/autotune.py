@@ -357,7 +357,7 @@ def compile_cuts(
 
 def keep_tuned(module: nvrtc.Module) -> None:
     """Keep the cuts that were measured on this card for later processes."""
-    launch_configs.keep(matvec.target_of(module), matvec.tuned_cuts(module), releases())
+    launch_configs.keep(matvec.target_of(module), matvec.tuned_cuts(module))
 
 
 def releases() -> dict[str, str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.cuda.check_cache import CardEntries
 from trimtab.engine.formats.packed import Columns, LayerProduct, Matmul, Packed
 from trimtab.engine.formats.weights import dequantize, dequantize_at
 from trimtab.engine.kernels import layouts
@@ -103,17 +103,19 @@ def read_tables(hf_model: HFModel, kernels: PromptKernels) -> None:
         if not isinstance(table, PackedTable | GatheredTable) or table.stored is None or not can_unpack(table.stored):
             continue
         count = len(table.stored.parts["weight"])
-        ids, reasons = torch.tensor([0, count - 1, count // 2], device=module.device), dict[str, str]()
+        ids = torch.tensor([0, count - 1, count // 2], device=module.device)
 
         def check(module: nvrtc.Module, packed: Packed = table.stored, ids: Tensor = ids) -> str | None:
             is_same = torch.equal(unpack_rows(packed, ids, module), dequantize_at(packed, ids))
             return None if is_same else "its kernel's values are not those of the format"
 
         # Not kept: the check compiles its variant.
-        family = KernelFamily(f"rows of {table.module_path}", (), lambda: module, check)
-        if family.choose(KeptChecks(), reasons, {}, module.device) is not None:
+        family = KernelFamily(f"rows of {table.module_path}", None, lambda: module, check)
+        _, why = family.choose_alone(module.device)
+        if why is None:
             table.read = partial(unpack_rows, module=module)
-        kernels.reasons.extend(reasons.items())
+        else:
+            kernels.reasons.append((family.name, why))
 
 
 def unpacking(packed: Packed, module: nvrtc.Module) -> tuple[nvrtc.Module, str]:
@@ -317,9 +319,9 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
             unpacking(one.packed(), made)  # a capture finds it compiled
         return made
 
-    checks, measured, reasons = KeptChecks.of(device), Times(), dict[str, str]()
-    module = KernelFamily("kernels of a prompt", (), loaded, lambda module: None).choose(KeptChecks(), reasons, {}, device)
-    if module is None:
+    checks, measured, reasons = CardEntries.of(device), Times(), dict[str, str]()
+    family = KernelFamily("kernels of a prompt", None, loaded, lambda module: None)
+    if (module := family.choose(checks, reasons, measured, device)) is None:
         return PromptKernels(reasons=[*reasons.items()])
     leaves, leaf, kinds, form, width = trials[0]
 

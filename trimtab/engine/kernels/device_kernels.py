@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import shipped_configs as launch_configs
-from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.cuda.check_cache import CardEntries
 from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig
 from trimtab.engine.formats.packed import LayerProduct, Matmul, Packed
 from trimtab.engine.kernels import attention_and_norms as fused
@@ -95,7 +95,7 @@ class DeviceKernels:
     experts: nvrtc.Module | None = None
     configs: dict[CutKey, str] = field(default_factory=dict)
     rejected: dict[CutKey, str] = field(default_factory=dict)
-    checks: KeptChecks = field(default_factory=KeptChecks)
+    checks: CardEntries = field(default_factory=CardEntries)
 
     @contextmanager
     def overlapping(self, wanted: bool) -> Iterator[None]:
@@ -124,7 +124,7 @@ class DeviceKernels:
         """Return the kernels that choose adapters by table, for a step that stays with the model's own modules."""
         chosen, key = of_this_process().for_adapters, (str(device), dtype)
         if key not in chosen:
-            checks, left_out = KeptChecks.of(device), dict[str, str]()
+            checks, left_out = CardEntries.of(device), dict[str, str]()
             why = None if dtype in _TYPES else f"the model computes in {dtype}, not in bfloat16 or float16"
             compiled = KernelFamily(
                 ADAPTERS, (str(dtype),), partial(matvec.load, device), partial(wrong_lora, dtype=dtype), lambda _: why
@@ -327,10 +327,8 @@ class DeviceKernels:
         """Return why attention over pages is not used, None if it is or torch computes it. Not kept: the check compiles it."""
         if (small := self.small) is None:
             return None
-        reasons: dict[str, str] = {}
-        family = KernelFamily(PAGES, (), lambda: small, lambda module: fused_check.check_pages(module, kinds, dtype))
-        family.choose(KeptChecks(), reasons, {}, small.device)
-        return reasons.get(PAGES)
+        family = KernelFamily(PAGES, None, lambda: small, lambda module: fused_check.check_pages(module, kinds, dtype))
+        return family.choose_alone(small.device)[1]
 
     def measure(self, group: Sequence[Leaf], dtype: torch.dtype) -> tuple[float, float]:
         """Measure a group's product for one row: µs of ours and of the layers' own."""
@@ -446,7 +444,7 @@ def _choose(
     device, dtype = first[0][0].device, first[0][0].dtype
     left_out: dict[str, str] = {}
     measured: Times = {}
-    checks = KeptChecks.of(device)
+    checks = CardEntries.of(device)
     forms = [(_form_of([leaf.packed() for leaf in group]), pair_kind(group)) for group in first]
     counts, has_many = [n for n in PRODUCT_ROWS if n <= rows], rows > KERNEL_ROWS
     compiled = "compiled ahead", str(dtype), forms, list(attention), norm, counts, has_many, list(deltas), list(mixtures or ())

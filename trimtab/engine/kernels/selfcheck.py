@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.cuda.check_cache import CardEntries
 from trimtab.engine.cuda.nvrtc import side_stream
 from trimtab.engine.kernels.attention_and_norms import (
     ACTIVATIONS,
@@ -48,13 +48,13 @@ _PIECE = 2**20
 
 @dataclass(frozen=True)
 class KernelFamily:
-    """Kernels that are used together, or not at all. name: in fallbacks. key: everything that decides the choice. load: compiles
-    them. check: returns their error against float64 or torch. unsupported: returns why they do not know the shapes, types or card.
-    measure: returns times; None: not timed. theirs, of: in the reason of slow ones. is_each: one that is slower is not used, the
-    others are."""
+    """Kernels that are used together, or not at all. name: in fallbacks. key: everything that decides the choice, None for one
+    that is not kept. load: compiles them. check: returns their error against float64 or torch. unsupported: returns why they do not
+    know the shapes, types or card. measure: returns times; None: not timed. theirs, of: in the reason of slow ones. is_each: one
+    that is slower is not used, the others are."""
 
     name: str
-    key: tuple[object, ...]
+    key: tuple[object, ...] | None
     load: Callable[[], nvrtc.Module]
     check: Callable[[nvrtc.Module], str | None]
     unsupported: Callable[[nvrtc.Module], str | None] = lambda module: None
@@ -64,14 +64,14 @@ class KernelFamily:
     is_each: bool = False
 
     def choose(
-        self, checks: KeptChecks, reasons: dict[str, str], measured: Times, device: torch.device | str = "cuda"
+        self, checks: CardEntries, reasons: dict[str, str], measured: Times, device: torch.device | str = "cuda"
     ) -> nvrtc.Module | None:  # fmt: skip
         """Return the module, or None with its reason in `reasons`. A check that passed on this card before is not repeated.
         measured: gets the times. Errors: those of a lost device, and of one without memory."""
         times: Times = {}
         try:
             module = self.load()
-            before = checks.find(self.name, *self.key)
+            before = None if self.key is None else checks.find(self.name, *self.key)
             if before is not None:
                 measured.update({one: (ours, theirs) for one, (ours, theirs) in before["us"].items()})
                 return module
@@ -84,15 +84,16 @@ class KernelFamily:
         except Exception as exc:
             why = reason_of(exc, device)
         if why is None:
-            checks.keep({"us": times}, self.name, *self.key)
+            if self.key is not None:
+                checks.keep({"us": times}, self.name, *self.key)
             return module
         reasons[self.name] = why
         return None
 
-    def choose_alone(self, device: torch.device, measured: Times) -> tuple[nvrtc.Module | None, str | None]:
+    def choose_alone(self, device: torch.device, measured: Times | None = None) -> tuple[nvrtc.Module | None, str | None]:
         """Return the same, with the reason, of a family that is chosen by itself: its checks are read and kept here."""
-        checks, reasons = KeptChecks.of(device), dict[str, str]()
-        module = self.choose(checks, reasons, measured, device)
+        checks, reasons = CardEntries() if self.key is None else CardEntries.of(device), dict[str, str]()
+        module = self.choose(checks, reasons, {} if measured is None else measured, device)
         checks.save()
         return module, reasons.get(self.name)
 
