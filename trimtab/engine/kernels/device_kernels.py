@@ -28,7 +28,7 @@ from trimtab.engine.kernels.dequantize import packed_heads
 from trimtab.engine.kernels.embed_and_logits import Sizes
 from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
-from trimtab.engine.kernels.selfcheck import KernelFamily, Times, first_reason, random_values
+from trimtab.engine.kernels.selfcheck import KernelFamily, Times, exact_changes, first_reason, random_values
 from trimtab.engine.layers.leaves import Leaf, ResidentLeaf
 from trimtab.formats.record import DEQUANTIZED_VALUES, stored_format
 from trimtab.planning.values.execution import CHECK_BYTES, KERNEL_ROWS, PRODUCT_ROWS
@@ -56,7 +56,6 @@ PAGES = "attention over pages"
 UNREAD = "no layer of this model is in a form that they read"
 # Rows of a product of many that is timed.
 TIMED_ROWS = 32
-_TYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,9 +124,9 @@ class DeviceKernels:
         chosen, key = of_this_process().for_adapters, (str(device), dtype)
         if key not in chosen:
             checks, left_out = CardEntries.of(device), dict[str, str]()
-            why = None if dtype in _TYPES else f"the model computes in {dtype}, not in bfloat16 or float16"
             compiled = KernelFamily(
-                ADAPTERS, (str(dtype),), partial(matvec.load, device), partial(wrong_lora, dtype=dtype), lambda _: why
+                ADAPTERS, (str(dtype),), partial(matvec.load, device), partial(wrong_lora, dtype=dtype),
+                lambda _: layouts.why_not_type(dtype),
             ).choose(checks, left_out, {})  # fmt: skip
             checks.save()
             chosen[key] = DeviceKernels(None, compiled, left_out, checks=checks)
@@ -551,11 +550,7 @@ def wrong_lora(module: nvrtc.Module, dtype: torch.dtype) -> str | None:
         x, before = random(n, wide).to(dtype), random(n, high).to(dtype)
         y = before.clone()
         matvec.lora_add(y, args, module, x=x)
-        wanted = before.double()
-        for i, number in enumerate(numbers):
-            if number >= 0:
-                A, B, scale = adapters[number]
-                wanted[i] += scale * (B.double() @ (A.double() @ x[i].double()))
+        wanted = before.double() + exact_changes(x, adapters, numbers)
         if (error := tuning.relative_error(y, wanted)) > tuning.LARGEST_ERROR:
             return f"{n} rows of {wide} values: relative error {error:.1e}"
     return None
