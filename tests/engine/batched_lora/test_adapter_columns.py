@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import trimtab
-from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import prompts as cpu_module
 from tests.engine.kernels.test_fused_kernels import wide as wide_checkpoint
@@ -26,7 +25,6 @@ from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import EAGER, AdapterStore, Selection
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
-on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 WIDE = 192
 
@@ -50,7 +48,6 @@ def room_for(high, wide):
 # The kernels -----------------------------------------------------------------------------------------------------------
 
 
-@on_cpu
 @pytest.mark.parametrize("quant", ["nf4-dq", "nf4", "fp4"])
 def test_columns_are_the_adapter_in_float64(quant):
     for order, shape in ((0, (96, 320)), (1, (40, 64)), (7, (24, 1104))):
@@ -59,7 +56,6 @@ def test_columns_are_the_adapter_in_float64(quant):
         assert set(launches(module)) == {"extend_input", f"unpack_columns_{'nested' if quant == 'nf4-dq' else 'plain'}"}
 
 
-@on_cpu
 def test_columns_of_every_rank_and_of_a_wide_input_are_right():
     module = cpu_module()
     for rank in (1, 7, 8, 9, 31, 32):
@@ -67,7 +63,6 @@ def test_columns_of_every_rank_and_of_a_wide_input_are_right():
     assert wrong(packed((16, 5120)), room_for(16, 5120), module, tokens=(33,), ranks=(8, 3)) is None
 
 
-@on_cpu
 @pytest.mark.slow
 def test_a_kernel_that_is_wrong_is_found():
     for before, after in (
@@ -143,7 +138,6 @@ QKV = {"q_proj": 8, "k_proj": 4, "v_proj": 12}
 INPUT = random(1, 35, WIDE, dtype=BF16)
 
 
-@on_cpu
 @pytest.mark.parametrize(
     "ranks", [QKV, {"gate_proj": 8, "up_proj": 20}, {"o_proj": 5}, {"q_proj": 8, "k_proj": 0, "v_proj": 3}, {"q_proj": 1}]
 )
@@ -156,7 +150,6 @@ def test_layers_over_one_input_share_it(ranks, bias):
     assert layers.counted("unpack_nested") == sum(not rank for rank in ranks.values())
 
 
-@on_cpu
 def test_inputs_are_in_the_order_of_a_weights_columns_and_shared_only_in_it():
     layers = Layers(QKV, quant="int4-g64-idx")
     layers.check(INPUT)
@@ -166,7 +159,6 @@ def test_inputs_are_in_the_order_of_a_weights_columns_and_shared_only_in_it():
     assert (layers.counted("extend_input"), layers.counted("in_order")) == (2, 1)
 
 
-@on_cpu
 def test_an_input_that_is_another_or_has_changed_is_extended_again():
     layers = Layers(QKV)
     first, second = INPUT, random(1, 35, WIDE, dtype=BF16, seed=5)
@@ -185,7 +177,6 @@ def test_an_input_that_is_another_or_has_changed_is_extended_again():
     assert layers.counted("extend_input") == 2
 
 
-@on_cpu
 def test_a_tensor_without_versions_is_extended_for_each_layer():
     layers = Layers(QKV)
     with torch.inference_mode():
@@ -193,7 +184,6 @@ def test_a_tensor_without_versions_is_extended_for_each_layer():
     assert layers.counted("extend_input") == 3
 
 
-@on_cpu
 def test_an_adapter_whose_values_change_is_read_in_the_next_pass():
     layers = Layers(QKV)
     layers.check(INPUT)
@@ -210,7 +200,6 @@ def test_an_adapter_whose_values_change_is_read_in_the_next_pass():
         assert float((y - base).abs().max()) <= 2**-7 * float(base.abs().max())
 
 
-@on_cpu
 def test_a_group_without_its_last_layer_keeps_nothing_after_the_pass():
     layers = Layers({"q_proj": 8, "k_proj": 4})
     with (
@@ -245,7 +234,6 @@ def base(layers):
     layers.adapter_store.none()
 
 
-@on_cpu
 @pytest.mark.parametrize("change", [rows_differ, dora, narrow_room, by_table, base])
 def test_what_does_not_fit_is_computed_as_before(change):
     layers = Layers({"o_proj": 8})
@@ -254,7 +242,6 @@ def test_what_does_not_fit_is_computed_as_before(change):
     assert layers.counted("extend_input") == 0 and layers.counted("unpack_nested") == 1
 
 
-@on_cpu
 def test_few_tokens_high_ranks_narrow_inputs_and_float16_are_computed_as_before():
     layers = Layers({"o_proj": 8})
     least = adapter_columns.LEAST_TOKENS
@@ -286,7 +273,6 @@ def test_the_plan_counts_as_many_columns_as_the_widest_group_has():
         assert columns <= ADAPTER_COLUMNS
 
 
-@on_cpu
 def test_a_prompt_with_the_adapter_inside_its_products_is_the_prompt(monkeypatch, tmp_path):
     base, adapters = wide_checkpoint("gemma4", monkeypatch, tmp_path)
     made = trimtab.plan(base, quant="nf4-dq", adapters=adapters, context=64, device="cpu", images=0, audio_s=0.0)

@@ -88,8 +88,6 @@ def test_the_product_rounds_once_after_float32_sums(monkeypatch, dtype, has_bias
 
 # The kernel -----------------------------------------------------------------------------------------------------------
 
-needs_compiler = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
-
 
 def kernel(source: str | None = None, order: int = 0) -> run.CpuModule:
     return run.CpuModule(source or head8.source(), head8.NAMES, order=order, multiprocessors=1)
@@ -101,7 +99,6 @@ def random_head(rows: int, width: int, *, bias: bool = False) -> head8.Head:
     return head8.Head(q, scale, torch.randn(rows).bfloat16() if bias else None)
 
 
-@needs_compiler
 @pytest.mark.parametrize("order", [0, 1, 7])
 @pytest.mark.parametrize("rows, width, bias", [(48, 64, False), (301, 320, True), (16 * 17, 256, False)])
 def test_the_kernel_agrees_with_float64_and_torch(rows, width, bias, order):
@@ -111,7 +108,6 @@ def test_the_kernel_agrees_with_float64_and_torch(rows, width, bias, order):
     assert head8_choice.check(module, head, counts=(1, 2, 5, 8)) is None and module.launches == ["head8"] * 4
 
 
-@needs_compiler
 def test_every_8_bit_value_and_place_is_decoded(tmp_path):
     """x picks one column at a time, so that y is that column of q itself."""
     width = 128
@@ -124,7 +120,6 @@ def test_every_8_bit_value_and_place_is_decoded(tmp_path):
         assert torch.equal(head(x), q[:, start : start + 8].T.bfloat16())
 
 
-@needs_compiler
 def test_the_kernel_writes_its_rows_alone_and_reads_strided_ones():
     head = random_head(40, 192)
     module = kernel()
@@ -137,7 +132,6 @@ def test_the_kernel_writes_its_rows_alone_and_reads_strided_ones():
     torch.testing.assert_close(head8.launched(odd, head.q, head.scale, None, module), head8.plain(odd, head.q, head.scale))
 
 
-@needs_compiler
 @pytest.mark.parametrize("right, wrong", [
     ("0xc300c300u", "0xc200c200u"), ("first + 8 * half", "first + half"), ("scales[i >> 1]", "scales[0]"),
     ("2 * t + (i & 1)", "2 * t"),
@@ -149,7 +143,6 @@ def test_a_kernel_that_computes_wrongly_is_left_out(right, wrong):
     assert why is not None and "relative error" in why
 
 
-@needs_compiler
 def test_a_kernel_that_is_slower_is_left_out_and_what_was_measured_is_kept(monkeypatch):
     head, module = random_head(64, 128), kernel()
     times = iter([3.0, 2.0, 3.0, 20.0])
@@ -163,7 +156,6 @@ def test_a_kernel_that_is_slower_is_left_out_and_what_was_measured_is_kept(monke
     assert found == {head8.NAME: (5.0, 5.0), "whole head": (5.0, 5.0)}
 
 
-@needs_compiler
 @pytest.mark.parametrize("tier", ["resident", "stream"])
 def test_a_loaded_head_uses_the_kernel_that_was_chosen(demo_plan, monkeypatch, tier):
     plan = trimtab.plan(DEMO / "base", head="int8", device="cpu", context=256, images=0, audio_s=0, place={"head": tier})
@@ -185,7 +177,6 @@ def test_a_loaded_head_uses_the_kernel_that_was_chosen(demo_plan, monkeypatch, t
         assert "does not compile" in str(head8_choice.choose(leaf))
 
 
-@needs_compiler
 def test_what_the_kernel_cannot_take_goes_through_torch():
     head, module = random_head(64, 96), kernel()
     assert "96 values" in str(head8_choice.why_not(head, torch.bfloat16, module))

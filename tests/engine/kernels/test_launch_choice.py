@@ -20,7 +20,6 @@ from trimtab.engine.kernels import layouts, selfcheck
 from trimtab.engine.kernels.device_kernels import DeviceKernels, Product
 from trimtab.errors import DeviceError
 
-pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 FITS = KernelLimits(registers=64, max_threads=1024, static_shared_bytes=0, local_bytes=0)
 TARGET = launch_configs.Target("a card", (9, 0), 4, 232448, "source")
 

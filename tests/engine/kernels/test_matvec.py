@@ -24,7 +24,6 @@ from trimtab.engine.lora.layers import LinearAdapter
 from trimtab.errors import DeviceError
 
 H200 = {"multiprocessors": 132, "shared_bytes": 232448}
-needs_gxx = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +193,6 @@ def test_a_card_with_little_shared_memory_gets_more_cuts_along_k():
     assert cuts.cuts((2560,), 10240, 1, **small) and not cuts.cuts((2560,), 65536, 8, **small)
 
 
-@needs_gxx
 def test_a_product_that_fits_no_cut_is_a_named_error(modules):
     module = run.CpuModule(matvec.source(), matvec.NAMES)
     matvec.prepare(module)
@@ -217,7 +215,6 @@ SHAPES = [
 ]
 
 
-@needs_gxx
 @pytest.mark.parametrize("rows, columns, n, quant, dtype", SHAPES)
 def test_products_agree_with_float64_and_with_torch(modules, rows, columns, n, quant, dtype):
     torch.manual_seed(3)
@@ -241,7 +238,6 @@ def test_products_agree_with_float64_and_with_torch(modules, rows, columns, n, q
         assert error < min(tuning.LARGEST_ERROR, rounding + 2.5e-4)
 
 
-@needs_gxx
 @pytest.mark.parametrize("n", [1, 7])
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_every_cut_gives_the_same_product(modules, n, splits):
@@ -264,7 +260,6 @@ def held(n, units, k_warps, pairs, chunk, splits, total):
     return dataclasses.replace(cut, shared_bytes=cut.needed_bytes(n))
 
 
-@needs_gxx
 @pytest.mark.parametrize(
     "rows, columns, quant, dtype, cut",
     [
@@ -298,7 +293,6 @@ def test_weights_held_in_registers_give_the_same_product(modules, rows, columns,
         assert low.isnan().any() or given is None
 
 
-@needs_gxx
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_a_gate_ends_a_product_whose_weights_are_held(modules, n):
     torch.manual_seed(14)
@@ -316,7 +310,6 @@ def test_a_gate_ends_a_product_whose_weights_are_held(modules, n):
     assert tuning.relative_error(out, act.double() * other.double()) < 2 * tuning.LARGEST_ERROR
 
 
-@needs_gxx
 @pytest.mark.parametrize("n", [2, 6])
 @pytest.mark.parametrize("groups, k_warps", [(1, 5), (2, 2), (5, 1)])
 def test_a_ring_that_goes_round_many_times_gives_the_same_product(modules, n, groups, k_warps):
@@ -336,7 +329,6 @@ def test_a_ring_that_goes_round_many_times_gives_the_same_product(modules, n, gr
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-@needs_gxx
 def test_splits_add_their_parts_in_the_same_order_whoever_runs_first(modules):
     """Blocks run forwards, backwards and shuffled; the sum of six parts must not depend on it."""
     torch.manual_seed(5)
@@ -351,7 +343,6 @@ def test_splits_add_their_parts_in_the_same_order_whoever_runs_first(modules):
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
-@needs_gxx
 def test_zero_tiny_huge_and_broken_rows_do_not_touch_each_other(modules):
     torch.manual_seed(6)
     group, module = group_of((32,), 256), modules[2]
@@ -370,7 +361,6 @@ def test_zero_tiny_huge_and_broken_rows_do_not_touch_each_other(modules):
     assert torch.equal(out[1], torch.zeros(32).bfloat16()) and not out[4].isfinite().any() and not out[5].isfinite().any()
 
 
-@needs_gxx
 def test_rows_and_outputs_may_be_parts_of_larger_tensors(modules):
     torch.manual_seed(7)
     group, module = group_of((24, 40), 128), modules[1]
@@ -380,7 +370,6 @@ def test_rows_and_outputs_may_be_parts_of_larger_tensors(modules):
     assert (into[:, :20] == 7).all() and (into[:, 84:] == 7).all()
 
 
-@needs_gxx
 def test_layers_with_other_code_tables_are_launched_alone(modules):
     group = [packed_of(32, 128, seed=1), packed_of(16, 128, seed=2)]  # each with its own copy
     module, x = modules[0], torch.randn(2, 128).bfloat16()
@@ -394,7 +383,6 @@ def test_layers_with_other_code_tables_are_launched_alone(modules):
     assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR
 
 
-@needs_gxx
 def test_layers_with_and_without_scales_of_scales_are_launched_alone(modules):
     group = [packed_of(32, 256, "nf4-dq"), packed_of(16, 256, "nf4")]
     group[1] = group[1].with_parts(group[1].parts, {"code": group[0].codes["code"]})
@@ -406,7 +394,7 @@ def test_layers_with_and_without_scales_of_scales_are_launched_alone(modules):
 
 
 @pytest.mark.slow  # half a minute on two busy cores: compiles the source again and runs every kind of cut
-@needs_gxx
+@pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 def test_nothing_is_read_or_written_beyond_its_end():
     """Every tensor at the edge of a closed page, in a process of its own, which a wrong access ends."""
     done = subprocess.run([sys.executable, "-m", "tests.engine.kernels.fenced_matvec"], capture_output=True, text=True, timeout=300)
@@ -417,7 +405,6 @@ def test_nothing_is_read_or_written_beyond_its_end():
 # LoRA in the kernels --------------------------------------------------------------------------------------------------
 
 
-@needs_gxx
 @pytest.mark.parametrize(("dtype", "splits"), [
     (torch.bfloat16, 2), (torch.float16, 1), slow_on_cpu(torch.bfloat16, 1), slow_on_cpu(torch.float16, 2),
 ])  # fmt: skip
@@ -454,7 +441,6 @@ def test_each_row_uses_its_own_adapter(modules, dtype, splits):
         assert not torch.equal(out[0], plain[0])
 
 
-@needs_gxx
 @pytest.mark.parametrize("rows, cut", [
     pytest.param((48, 16, 17), None, marks=pytest.mark.slow), ((48, 48), held(8, 6, 1, 2, 8, 2, 6)), slow_on_cpu((48, 48), None),
 ])  # fmt: skip
@@ -484,7 +470,6 @@ def test_fixed_ranks_give_a_row_the_same_bits_beside_larger_adapters(modules, ro
     assert all(differ)  # else this test could not fail
 
 
-@needs_gxx
 def test_fixed_ranks_make_a_x_in_the_same_order_beside_larger_adapters():
     """Beside rank 64 a block makes several values of A x at once, each of fewer threads."""
     module = run.CpuModule(matvec.source(), matvec.NAMES, multiprocessors=64)
@@ -508,7 +493,6 @@ def test_fixed_ranks_make_a_x_in_the_same_order_beside_larger_adapters():
     assert not torch.equal(a_x(0, is_fixed=False), a_x(1, is_fixed=False))  # else this test could not fail
 
 
-@needs_gxx
 @pytest.mark.parametrize(
     "ranks", [[64, 24, 0], *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ([8, 4, 72], [33, 6, 64]))]
 )
@@ -559,7 +543,6 @@ def test_high_ranks_take_several_values_a_block_and_several_threads_an_output(mo
             assert tuning.relative_error(outs[0][i], wanted[i]) < (3 if paired else 1.5) * tuning.LARGEST_ERROR
 
 
-@needs_gxx
 @pytest.mark.parametrize(("kind", "splits", "n"), [
     *((kind, 1, 5) for kind in fused.ACTIVATIONS), (fused.ACTIVATIONS[0], 2, 1),
     *(slow_on_cpu(kind, *case) for kind in fused.ACTIVATIONS for case in ((1, 1), (2, 5))),
@@ -595,7 +578,6 @@ def test_gate_and_product_are_one_launch(modules, n, kind, splits):
         assert (module.scratch["parts"] == matvec.EMPTY).all()
 
 
-@needs_gxx
 def test_the_change_is_rounded_before_it_is_added(modules):
     """256 and a change of 1.0039: rounded first it is 1, and 257 rounds to 256; not rounded first, 257.0039 gives 258."""
     x = torch.zeros(1, 64).bfloat16()
@@ -613,7 +595,6 @@ def test_the_change_is_rounded_before_it_is_added(modules):
 OUTPUTS = (200, 64, 17)
 
 
-@needs_gxx
 @pytest.mark.parametrize("round_change", [False, True])
 @pytest.mark.parametrize(
     "columns, ranks, slots, shifted",
@@ -669,7 +650,6 @@ def test_the_change_of_layers_of_another_kind(modules, columns, ranks, slots, sh
     torch.testing.assert_close(outs[0].double(), wanted, rtol=2**-7, atol=2e-2)
 
 
-@needs_gxx
 def test_values_of_a_x_that_are_no_numbers_reach_every_output(modules):
     """NaN with all bits set means that a value is not there yet: a value that is such a NaN must not be waited for."""
     x = torch.zeros(1, 64).bfloat16()
@@ -680,7 +660,6 @@ def test_values_of_a_x_that_are_no_numbers_reach_every_output(modules):
         assert y.isnan().all()
 
 
-@needs_gxx
 def test_tables_may_be_parts_of_the_models_table(modules):
     """The slots of a model are one table [layers, slots]; a group's is a slice of it, not at its beginning."""
     torch.manual_seed(10)
@@ -697,7 +676,6 @@ def test_tables_may_be_parts_of_the_models_table(modules):
     assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR
 
 
-@needs_gxx
 def test_the_check_at_load_finds_a_kernel_that_is_wrong(modules, monkeypatch):
     group = group_of((32, 16), 128)
     assert tuning.check(group, modules[0], rows=(1, 3)) is None
@@ -714,7 +692,6 @@ def test_the_check_at_load_finds_a_kernel_that_is_wrong(modules, monkeypatch):
     assert "relative error inf" in tuning.check(group, modules[0], rows=(1,))
 
 
-@needs_gxx
 @pytest.mark.parametrize("columns", [128, 384, 1664])
 def test_the_check_at_load_takes_a_product_with_one_output(modules, monkeypatch, columns):
     """A shared expert's gate. In these widths terms of the first row cancel: a rounding is much of what is left."""
@@ -728,7 +705,6 @@ def test_the_check_at_load_takes_a_product_with_one_output(modules, monkeypatch,
     assert "relative error" in tuning.check(group, modules[0], rows=(1, 3, 8))
 
 
-@needs_gxx
 @pytest.mark.parametrize(
     "rows, cut, paired, scaled, followed, form",
     [
@@ -782,7 +758,6 @@ def test_a_norm_is_part_of_a_product_only_where_a_block_has_whole_rows():
     assert not next(cut for cut in cuts.cuts((48,), 1536, 2, **H200) if not cut.held).may_be_normed
 
 
-@needs_gxx
 @pytest.mark.parametrize("spoiled", ["plain", "with adapters", "refused", None])
 def test_tuning_keeps_the_fastest_cut_that_computes_the_product(modules, monkeypatch, spoiled):
     module = run.CpuModule(matvec.source(), matvec.NAMES)

@@ -22,7 +22,6 @@ from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import layouts
 from trimtab.formats.kernels import LAYOUTS
 
-pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 CPU = torch.device("cpu")
 BF16, HALF = torch.bfloat16, torch.float16
 FORMS = {

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import prompts as cpu_module
 from tests.engine.kernels.test_many_rows import random
@@ -22,7 +21,6 @@ from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import EAGER, AdapterStore, Selection
 from trimtab.errors import DeviceError
 
-on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 TYPES = (torch.bfloat16, torch.float16)
 ORDERS = (0, 1, 7)  # of threads and blocks
 
@@ -34,7 +32,6 @@ def packed(quant, shape=(96, 320), dtype=torch.bfloat16):
 OLD_BITSANDBYTES = tuple(int(part) for part in version("bitsandbytes").split(".")[:2]) < (0, 50)
 
 
-@on_cpu
 @pytest.mark.parametrize("quant", ["nf4-dq", "nf4", "fp4"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_an_unpacked_weight_is_bitsandbytes_own(quant, dtype):
@@ -50,7 +47,6 @@ def test_an_unpacked_weight_is_bitsandbytes_own(quant, dtype):
         assert set(launches(module)) == {"unpack_plain" if quant in ("nf4", "fp4") else "unpack_nested"}
 
 
-@on_cpu
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_lora_of_many_tokens_is_the_sum_of_its_products(dtype):
     for order in ORDERS:
@@ -69,7 +65,6 @@ def test_a_lora_of_many_tokens_is_the_sum_of_its_products(dtype):
         assert set(launches(module)) == {"lora_low", "lora_up", *(["lora_low_tensor"] if dtype == torch.bfloat16 else [])}
 
 
-@on_cpu
 def test_a_block_adds_as_many_tokens_as_leave_enough_blocks(monkeypatch):
     monkeypatch.setattr(prompt_kernels, "_BLOCKS", 1)
     module = cpu_module()
@@ -79,7 +74,6 @@ def test_a_block_adds_as_many_tokens_as_leave_enough_blocks(monkeypatch):
     assert float((made - wanted).norm() / wanted.norm()) < 2 * torch.finfo(torch.bfloat16).eps
 
 
-@on_cpu
 def test_rows_that_lie_apart_are_read_and_written_where_they_are():
     module = cpu_module()
     x, y = random(9, 128, dtype=torch.bfloat16)[:, :64], random(9, 96, dtype=torch.bfloat16)[:, :32]
@@ -90,7 +84,6 @@ def test_rows_that_lie_apart_are_read_and_written_where_they_are():
     assert len(rest) == len(y.untyped_storage().tolist()) and launches(module).count("lora_up") == 2
 
 
-@on_cpu
 def test_shapes_that_the_kernels_do_not_know_are_torchs():
     module = cpu_module()
     A, B, x, y = random(8, 62), random(33, 8), random(5, 62, dtype=torch.bfloat16), random(5, 33, dtype=torch.bfloat16)
@@ -101,7 +94,6 @@ def test_shapes_that_the_kernels_do_not_know_are_torchs():
     assert launches(module) == []
 
 
-@on_cpu
 @pytest.mark.slow
 def test_a_kernel_that_is_wrong_is_found():
     for before, after in (
@@ -117,7 +109,6 @@ def test_a_kernel_that_is_wrong_is_found():
     assert wrong_add(cpu_module(), torch.bfloat16, tokens=(1, 9)) is None
 
 
-@on_cpu
 def test_a_layer_multiplies_with_the_weight_that_is_unpacked_for_it():
     module, store = cpu_module(), AdapterStore()
     leaves = [
@@ -136,7 +127,6 @@ def test_a_layer_multiplies_with_the_weight_that_is_unpacked_for_it():
     assert launches(module) == ["unpack_nested"] * 2
 
 
-@on_cpu
 def test_an_adapter_of_many_ranks_stays_with_torch():
     module, store = cpu_module(), AdapterStore()
     leaf = ResidentLeaf(

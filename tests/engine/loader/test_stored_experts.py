@@ -16,7 +16,6 @@ from transformers.integrations.gguf.dequant import dequantize as dequantize_ggml
 
 import trimtab
 from tests import gguf_files, pico, quantized_files
-from tests.cuda_on_cpu import run
 from tests.engine.kernels import test_experts as experts_on_cpu
 from tests.engine.lora.test_experts import NEAR, answered, loaded, of_peft
 from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
@@ -190,7 +189,6 @@ def test_a_plan_for_a_card_counts_them_and_says_how_steps_run(root: Path) -> Non
     assert unread.execution.step.mode == "eager" and "do not read weights in mxfp4-g32" in unread.execution.step.reason
 
 
-@pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 @pytest.mark.parametrize("form", ["q4_k", "ct-int4", "fp8-128"])
 def test_kernels_of_steps_read_them(form: str, root: Path) -> None:
     torch.manual_seed(3)
