@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.cuda_on_cpu import run
+from tests.cuda_on_cpu.modules import products
 from tests.engine.kernels.test_matvec import group_of
 from trimtab.engine.cuda import shipped_configs as launch_configs
 from trimtab.engine.cuda.nvrtc import KernelLimits
@@ -27,8 +28,7 @@ TARGET = launch_configs.Target("a card", (9, 0), 4, 232448, "source")
 @pytest.fixture
 def module(monkeypatch):
     """The products on the CPU; the card and its files are the test's."""
-    made = run.CpuModule(matvec.source(), matvec.NAMES)
-    matvec.prepare(made)
+    made = products(multiprocessors=4)
     monkeypatch.setattr(run.CpuModule, "limits", lambda self, name: FITS, raising=False)
     monkeypatch.setattr(matvec, "target_of", lambda module: TARGET)
     monkeypatch.setattr(launch_configs, "shipped", lambda target: ({}, launch_configs.ESTIMATED))

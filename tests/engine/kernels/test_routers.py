@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.cuda_on_cpu import run
+from tests.cuda_on_cpu.modules import small
 from trimtab.engine.families.decoder import ROUTES, Experts
 from trimtab.engine.families.mixture import routed
 from trimtab.engine.kernels import attention_and_norms as fused
@@ -17,7 +17,7 @@ BF16, HALF = torch.bfloat16, torch.float16
 
 
 def kernels(source=None):
-    return run.CpuModule(source or fused.source(), fused.NAMES)
+    return small(source=source)
 
 
 @pytest.fixture(scope="module")
