@@ -37,7 +37,6 @@ from trimtab.gguf.header import read_gguf
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.stock.unsplit import load_unsplit
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 # Files of llama.cpp's converter, with down_proj in Q6_K but for the last.
 GGUF = ("q4_0", "q4_k", "q8_0")
 # Files with three matrices of each expert, of which gate and up are joined: compressed-tensors, and blocks as in official FP8.
