@@ -1,5 +1,6 @@
 """LoRA inside a prompt's products: the columns are the adapter in float64, layers over one input share it, the rest stays."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import trimtab
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import prompts as cpu_module
 from tests.engine.kernels.test_fused_kernels import wide as wide_checkpoint
+from tests.engine.kernels.test_many_rows import random
 from tests.engine.prefill.test_prefill import answered, differ, eager, ids, in_chunks
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.batched_lora.columns import LARGEST_ERROR, Columns, DequantizedWeights, extended_width, wrong
@@ -27,10 +29,6 @@ from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 WIDE = 192
-
-
-def random(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
 def packed(shape, quant="nf4-dq"):
@@ -104,12 +102,17 @@ class Layers:
         self.columns = columns_of(list(self.leaves.values()), self.kernels)
         self.adapter_store.select(Selection("a"))
 
+    @contextmanager
+    def applying(self):
+        table = MatmulTable(self.kernels.matmul(list(self.leaves.values()), self.columns.operands))
+        with torch.no_grad(), self.adapter_store.applying(None, table):
+            yield
+
     def run(self, *inputs):
         """Return each layer's output in one pass; inputs: of each layer, or one of all of them."""
         given = inputs if len(inputs) > 1 else inputs * len(self.leaves)
         self.module.launches.clear()
-        table = MatmulTable(self.kernels.matmul(list(self.leaves.values()), self.columns.operands))
-        with torch.no_grad(), self.adapter_store.applying(None, table):
+        with self.applying():
             made = [leaf(x) for leaf, x in zip(self.leaves.values(), given, strict=True)]
         self.columns.forget()
         assert not bool(self.columns.counts.any()) and self.adapter_store.matmuls is None
@@ -202,12 +205,7 @@ def test_an_adapter_whose_values_change_is_read_in_the_next_pass():
 
 def test_a_group_without_its_last_layer_keeps_nothing_after_the_pass():
     layers = Layers({"q_proj": 8, "k_proj": 4})
-    with (
-        torch.no_grad(),
-        layers.adapter_store.applying(
-            None, MatmulTable(layers.kernels.matmul(list(layers.leaves.values()), layers.columns.operands))
-        ),
-    ):
+    with layers.applying():
         layers.leaves["q_proj"](INPUT)
     assert layers.columns._last is not None
     layers.columns.forget()
@@ -304,8 +302,7 @@ def test_a_prompt_with_the_adapter_inside_its_products_is_the_prompt(monkeypatch
 
 
 def chosen(monkeypatch, *, why=None, slower=None, adapters=True, unpacked=None, quant="nf4", kept=None, check=None):
-    common = {"device": CPU, "dtype": BF16, "store": AdapterStore()}
-    leaf = ResidentLeaf("q_proj", packed((64, 64), quant), bias=None, **common)
+    leaf = ResidentLeaf("q_proj", packed((64, 64), quant), bias=None, device=CPU, dtype=BF16, store=AdapterStore())
     decoder = torch.nn.ModuleList([leaf])
     model = SimpleNamespace(
         hf_model=SimpleNamespace(get_decoder=lambda: decoder), device=CPU, dtype=BF16, unpacked=unpacked,

@@ -29,6 +29,11 @@ def packed(quant, shape=(96, 320), dtype=torch.bfloat16):
     return quantize(random(*shape, dtype=dtype), quant)
 
 
+def leaf(rows, columns, quant="nf4", store=None):
+    common = {"bias": None, "device": torch.device("cpu"), "dtype": torch.bfloat16, "store": store or AdapterStore()}
+    return ResidentLeaf("a", packed(quant, (rows, columns)), **common)
+
+
 OLD_BITSANDBYTES = tuple(int(part) for part in version("bitsandbytes").split(".")[:2]) < (0, 50)
 
 
@@ -111,45 +116,32 @@ def test_a_kernel_that_is_wrong_is_found():
 
 def test_a_layer_multiplies_with_the_weight_that_is_unpacked_for_it():
     module, store = cpu_module(), AdapterStore()
-    leaves = [
-        ResidentLeaf(f"layer.{number}", quantize(random(96, 128, dtype=torch.bfloat16, seed=number), "nf4-dq"), bias=None,
-                     device=torch.device("cpu"), dtype=torch.bfloat16, store=store)
-        for number in range(2)
-    ]  # fmt: skip
+    leaves = [leaf(96, 128, "nf4-dq", store=store) for _ in range(2)]
     many, few = random(1, 12, 128, dtype=torch.bfloat16), random(1, 4, 128, dtype=torch.bfloat16)
     kernels = PromptKernels(module, unpacks=True)
     kernels.reserve(leaves)
-    plain = [leaf(few) for leaf in leaves]
+    plain = [one(few) for one in leaves]
     with store.applying(None, MatmulTable(kernels.matmul(leaves))), torch.no_grad():
-        for leaf, before in zip(leaves, plain, strict=True):
-            assert torch.equal(leaf(many), torch.nn.functional.linear(many, dequantize(leaf.packed())))
-            assert torch.equal(leaf(few), before)
+        for one, before in zip(leaves, plain, strict=True):
+            assert torch.equal(one(many), torch.nn.functional.linear(many, dequantize(one.packed())))
+            assert torch.equal(one(few), before)
     assert launches(module) == ["unpack_nested"] * 2
 
 
 def test_an_adapter_of_many_ranks_stays_with_torch():
     module, store = cpu_module(), AdapterStore()
-    leaf = ResidentLeaf(
-        "layer", quantize(random(96, 128, dtype=torch.bfloat16), "nf4-dq"), bias=None, device=torch.device("cpu"),
-        dtype=torch.bfloat16, store=store,
-    )  # fmt: skip
-    x = random(1, 12, 128, dtype=torch.bfloat16)
-    base = leaf(x)
+    layer, x = leaf(96, 128, "nf4-dq", store=store), random(1, 12, 128, dtype=torch.bfloat16)
+    base = layer(x)
     adapters = PromptKernels(module, adds=True).adapters()
     for rank, expected in ((prompt_kernels.PAYING_RANK, 2), (prompt_kernels.PAYING_RANK + 1, 0)):
         module.launches.clear()
-        leaf.adapters["a"] = lora.LinearAdapter("language", 0.5, random(rank, 128), random(96, rank))
+        layer.adapters["a"] = lora.LinearAdapter("language", 0.5, random(rank, 128), random(96, rank))
         store.selection, store.applier = Selection("a"), adapters
-        found = leaf(x)
+        found = layer(x)
         store.applier = EAGER
         assert len(launches(module)) == expected
-        assert float((found.float() - leaf(x).float()).abs().max()) <= 2**-7 * float(leaf(x).float().abs().max())
+        assert float((found.float() - layer(x).float()).abs().max()) <= 2**-7 * float(layer(x).float().abs().max())
         assert not torch.equal(found, base)
-
-
-def leaf(rows, columns, quant="nf4"):
-    common = {"bias": None, "device": torch.device("cpu"), "dtype": torch.bfloat16, "store": AdapterStore()}
-    return ResidentLeaf("a", packed(quant, (rows, columns)), **common)
 
 
 def test_kernels_are_tried_on_a_layer_that_leaves_room(monkeypatch):
