@@ -63,7 +63,7 @@ def test_add_norm_is_what_a_decoder_layer_does_between_two_products(dtype):
 @pytest.mark.parametrize("mode", fused.MODES)
 def test_rope_write_is_what_attention_does_before_it_looks(dtype, mode):
     n, heads, kv_heads, dim, places = 3, 4, 2, 32, 7
-    parts = {"own": 2, "k_is_v": 1, "shared": 0}[mode]
+    parts = fused.MODES[mode]
     qkv = random(n, (heads + parts * kv_heads) * dim, dtype=dtype)
     q_weight, k_weight = random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2)
     angles = torch.randn(n, dim // 2, generator=torch.Generator().manual_seed(3)).repeat(1, 2)
@@ -93,7 +93,7 @@ def test_rope_write_is_what_attention_does_before_it_looks(dtype, mode):
 def test_turn_is_what_attention_does_before_it_looks_for_every_token(dtype, mode, kernel):
     """Products of one matrix, or apart; keys and values by head."""
     n, heads, kv_heads, dim = 5, 4, 2, 32
-    parts = {"own": 2, "k_is_v": 1, "shared": 0}[mode]
+    parts = fused.MODES[mode]
     joined = random(n, (heads + parts * kv_heads) * dim, dtype=dtype)
     weights = random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2)
     angles = torch.randn(n, dim // 2, generator=torch.Generator().manual_seed(3)).repeat(1, 2)
@@ -247,7 +247,7 @@ def test_norms_may_be_written_over_what_was_read():
 def test_the_kernel_of_rotation_equals_torch_and_touches_only_its_places(heads, kv_heads, dim, mode):
     module = cpu_module(1)
     n, places = 3, 5
-    parts = {"own": 2, "k_is_v": 1, "shared": 0}[mode]
+    parts = fused.MODES[mode]
     qkv = random(n, (heads + parts * kv_heads) * dim + 8)[:, :-8]  # rows apart in memory
     q_weight, k_weight, cos, sin = (random(*shape, seed=s) for s, shape in enumerate([(dim,), (dim,), (n, dim), (n, dim)]))
     found, wanted = ([random(n + 1, kv_heads, places, dim, seed=s) for s in (4, 5)] for _ in range(2))
@@ -333,22 +333,14 @@ def test_attention_is_exact_to_one_rounding_at_every_length(heads, kv_heads, dim
     assert not module.scratch["arrived"].any() and ("attend_combine" in launches(module)) == (combine == "apart")
 
 
-def test_attention_of_long_rows_and_few_blocks_goes_over_many_tiles():
-    module = cpu_module(multiprocessors=1)
-    n, heads, kv_heads, dim, places = 1, 4, 1, 64, 1000
-    q, keys, values = (random(n, heads, dim), random(n, kv_heads, places, dim, seed=1), random(n, kv_heads, places, dim, seed=2))
-    for position in (998, 200, 31):
-        out, positions = poisoned(n, heads * dim), torch.tensor([position])
+@pytest.mark.parametrize("heads, places, spread, multiprocessors", [(4, 1000, 1, 1), (2, 70, 30, 16)])
+def test_long_rows_in_few_blocks_and_large_scores_are_exact_too(heads, places, spread, multiprocessors):
+    module, q = cpu_module(multiprocessors=multiprocessors), random(1, heads, 64, spread=spread)
+    keys, values = random(1, 1, places, 64, seed=1, spread=spread), random(1, 1, places, 64, seed=2)
+    for position in (places - 1, places - 2, places // 5, 31):
+        out, positions = poisoned(1, heads * 64), torch.tensor([position])
         fused.attend(q, keys, values, positions, 1.0, None, out, None, module)
         assert fused_check.relative_error(out, fused_check.attend_exact(q, keys, values, positions, 1.0, None)) < 2.2e-3
-
-
-def test_large_scores_do_not_overflow():
-    module = cpu_module()
-    q, keys, values = random(1, 2, 64, spread=30), random(1, 1, 70, 64, seed=1, spread=30), random(1, 1, 70, 64, seed=2)
-    out, positions = poisoned(1, 128), torch.tensor([69])
-    fused.attend(q, keys, values, positions, 1.0, None, out, None, module)
-    assert fused_check.relative_error(out, fused_check.attend_exact(q, keys, values, positions, 1.0, None)) < 2.2e-3
 
 
 def test_the_same_input_gives_the_same_bits_whoever_arrives_last():

@@ -10,6 +10,7 @@ from bench.kv_waste import mixes
 from tests import ROOT
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import small as cpu_module
+from tests.engine.kernels.test_fused import random
 from tests.long_runs import slow_on_cpu
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import selfcheck as fused_check
@@ -23,11 +24,6 @@ TITLES = (
     "half texts of 512, a quarter images of 283 and audio of 152; answers of 128", "16 to 768 in, 16 to 256 out",
     "16 to 128 in, 16 to 64 out",
 )  # fmt: skip
-
-
-def random(*shape, dtype=torch.bfloat16, seed=0):
-    generator = torch.Generator().manual_seed(seed * 7919 + sum(shape))
-    return torch.randn(*shape, generator=generator).to(dtype)
 
 
 # The pool ------------------------------------------------------------------------------------------------------------
@@ -144,7 +140,7 @@ def test_attention_over_pages_has_the_bits_of_attention_over_rows(heads, kv_head
 )
 def test_a_step_writes_its_place_to_its_page_and_nothing_else(heads, kv_heads, dim, mode):
     module, n, places = cpu_module(1, multiprocessors=6), 4, 200
-    parts = {"own": 2, "k_is_v": 1, "shared": 0}[mode]
+    parts = fused.MODES[mode]
     keys, values = (random(n, kv_heads, places, dim, seed=s) for s in (1, 2))
     qkv = random(n, (heads + parts * kv_heads) * dim)
     q_weight, k_weight = random(dim, seed=1), random(dim, seed=2)

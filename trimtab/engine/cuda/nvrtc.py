@@ -394,15 +394,12 @@ class Module:
         jobs = {Job(self._source, (*options, *self.common), self._name): options for options in missing}
         self._codes.update((jobs[job], code) for job, code in compile_all([*jobs], self.capability).items())
 
-    def _device(self) -> ctypes.c_int:
-        return _number(self.device)
-
     def _enter_context(self) -> ctypes.c_void_p:
         """Make torch's context of the device current in this thread: a thread that has called no CUDA function has none."""
         context = ctypes.c_void_p()
         _check(_driver().cuCtxGetCurrent(ctypes.byref(context)), "finding the context", self.device)
         if not context.value:
-            code = _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), self._device())
+            code = _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), _number(self.device))
             _check(code, "finding the context", self.device)
             _check(_driver().cuCtxSetCurrent(context), "entering the context", self.device)
         return context
