@@ -17,7 +17,7 @@ from trimtab.engine.kv.sequence import PageTable
 from trimtab.planning.values.byte_sizes import PAGE_TOKENS
 
 ACTIVATIONS = ("gelu_tanh", "silu", "gelu")
-# What a layer's products have beside queries -> how many parts of keys and values: both, none, and keys that are the values too.
+# What a layer's products have in addition to queries -> how many parts: keys and values, keys that are both, none.
 MODES = {"own": 2, "k_is_v": 1, "shared": 0}
 # Where a norm rounds: behind its weight (Gemma 3n and 4), in front of it too (Llama, Qwen), or as the first, with a weight that
 # says how much more than 1 it is (Gemma 2 and 3). The order is the kernels'.
