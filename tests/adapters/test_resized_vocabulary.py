@@ -19,8 +19,6 @@ from tests.raised import raised
 from trimtab.errors import AdapterError
 from trimtab.merging import merge
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
 IDS = list(range(5, 25))
 TOLERANCE = 1e-4
 ROWS = pico.VOCABULARY + 64

@@ -42,9 +42,9 @@ def small(order: int = 0, *, multiprocessors: int = 16, source: str | None = Non
     return module
 
 
-def products(order: int = 0, *, multiprocessors: int = 16) -> CpuModule:
+def products(order: int = 0, *, multiprocessors: int = 16, source: str | None = None) -> CpuModule:
     """Return the kernels of engine/kernels/gemv4.py."""
-    module = CpuModule(matvec.source(), matvec.NAMES, order=order, multiprocessors=multiprocessors)
+    module = CpuModule(source or matvec.source(), matvec.NAMES, order=order, multiprocessors=multiprocessors)
     matvec.prepare(module)
     return module
 

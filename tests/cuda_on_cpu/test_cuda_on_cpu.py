@@ -22,8 +22,6 @@ from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 
-pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
-
 ORDERS = (0, 1, 7)
 
 
@@ -255,6 +253,13 @@ def test_a_source_is_compiled_once_for_all_processes_and_again_only_if_damaged(t
     assert sum(compiled) == 1
     run._compiled(source, ("-DOTHER",))
     assert sum(compiled) == 2 and len(list(tmp_path.glob("*.so"))) == 2
+
+
+def test_without_a_compiler_what_compiles_is_skipped(monkeypatch):
+    monkeypatch.setattr(run, "why_not", lambda: "there is no g++")
+    monkeypatch.setattr(run, "_compiler", run._compiler.__wrapped__)
+    with pytest.raises(pytest.skip.Exception, match="there is no g"):
+        run.compile_for_cpu("not compiled before", "kernel")
 
 
 def test_what_nothing_used_for_a_month_is_removed(tmp_path, monkeypatch):

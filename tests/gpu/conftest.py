@@ -16,6 +16,19 @@ if os.environ.get("TRIMTAB_TEST_DEVICE", "cpu") != "cpu":
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+class GpuFile(pytest.Module):
+    """A file of tests, which is read only where there is a GPU."""
+
+    def collect(self):
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA GPU")
+        return super().collect()
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return GpuFile.from_parent(parent, path=module_path)
+
+
 def pytest_collection_modifyitems(items):
     """Skip by name where the tests that these files take over would run on the CPU once more."""
     if os.environ.get("TRIMTAB_TEST_DEVICE", "cpu") == "cpu":

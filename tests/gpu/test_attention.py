@@ -2,10 +2,6 @@
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.engine.passes.test_attention import *

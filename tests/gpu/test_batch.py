@@ -1,10 +1,6 @@
 """Rows that answer together on the GPU: the CPU's tests with the device changed."""
 
-import pytest
 import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import trimtab
 from tests.engine.batch.test_batch import *

@@ -4,10 +4,6 @@ The CPU's tests with the device changed, and the demo in bfloat16, captured as i
 """
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from tests.engine.decode.test_batch_invariant import *
 from tests.engine.decode.test_batch_invariant import TOKENS, alone, batch_of, began, beside, is_beginning, load, made, questions

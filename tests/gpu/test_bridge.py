@@ -4,10 +4,6 @@ import gc
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 from peft import PeftModel
 
 from tests import pico, split, stock

@@ -5,9 +5,6 @@ import gc
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 from trimtab.engine.cuda.nvrtc import side_stream
 from trimtab.engine.memory.graph_cache import GraphCache
 from trimtab.engine.tiers.reader import HostMemory

@@ -1,9 +1,3 @@
 """Model inputs on the GPU: the CPU's tests with the device changed."""
 
-import pytest
-import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 from tests.engine.chat.test_chat import *

@@ -1,10 +1,6 @@
 """The layers of captured chunks on the GPU: the CPU's tests; the demo's are in test_last_layers.py."""
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from tests.engine.families.test_chunk_layers import *
 from trimtab.engine.prefill import rows

@@ -1,10 +1,6 @@
 """Families whose steps have no other test on a GPU: captured steps and prompts of mixed rows are those of the modules."""
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from tests.engine.families.test_decoders import ASKED, NEW, TOLERANCE, compare, joined, loaded
 from tests.engine.prefill.test_prefill import answered, differ, eager, ids

@@ -7,9 +7,6 @@ import trimtab
 from tests import pico
 from trimtab.engine.memory import rates as devices
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 
 def test_the_machine_has_its_gpu():
     machine = devices.read_machine("auto")

@@ -5,9 +5,6 @@ import math
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.kernels import embed_and_logits as ends
 

@@ -5,9 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 import trimtab
 from tests import counting, pico
 from tests.engine.kernels import test_experts as cases

@@ -13,7 +13,6 @@ IDS = list(range(3, 40))
 LARGEST = 0.15
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("tier", ["resident", "stream"])
 @pytest.mark.parametrize("form", FORMS)
 def test_answers_of_steps_and_prompts_are_stocks(form, tier, tmp_path_factory):

@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc

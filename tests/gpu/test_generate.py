@@ -1,9 +1,3 @@
 """Questions and answers on the GPU: the CPU's tests with the device changed, rows from captured steps."""
 
-import pytest
-import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 from tests.engine.batch.test_generate import *

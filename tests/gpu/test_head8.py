@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 import trimtab
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.formats import int8_head as head8

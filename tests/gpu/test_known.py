@@ -4,14 +4,10 @@ import json
 import subprocess
 import sys
 
-import pytest
 import torch
 
 from trimtab.machine import gpus
 from trimtab.machine import machine_cache as known
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 MIB = 2**20
 CODE = """

@@ -4,9 +4,6 @@ models have, and the bytes of a plan."""
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 import trimtab
 from tests.engine.batch.test_batch import through
 from tests.engine.batch.test_company import asks

@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 import trimtab
 from tests.engine.families.test_last_layers import *
 from tests.engine.families.test_last_layers import BFLOAT16_TOLERANCE

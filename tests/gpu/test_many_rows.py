@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 from tests.engine.decode.test_graphs import ASKED, answers, demo, joined
 from trimtab.engine.cuda.nvrtc import side_stream
 from trimtab.engine.formats.weights import dequantize

@@ -1,10 +1,6 @@
 """The matrix on a GPU: the imitation's answers for real, memory measured, the placement by devices."""
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 from trimtab.doctor.cases.runner import run_matrix
 

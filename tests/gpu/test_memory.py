@@ -9,9 +9,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 import trimtab
 from tests import pico, stock
 from tests.engine.loader.test_load import inputs_of

@@ -3,10 +3,6 @@
 import json
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import trimtab
 from tests.merging.test_merge_demo import DEMO, asks, media_of

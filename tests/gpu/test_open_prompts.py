@@ -2,10 +2,6 @@
 and with the kernels of captured steps of a quantized model."""
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import trimtab
 from tests.engine.kernels.test_fused_kernels import wide as wide_checkpoint

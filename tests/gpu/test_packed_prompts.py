@@ -2,10 +2,6 @@
 adapters in bfloat16 with weights that are kept unpacked."""
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import trimtab
 from tests.engine.kernels.test_fused_kernels import wide as wide_checkpoint

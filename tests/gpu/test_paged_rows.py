@@ -4,9 +4,6 @@ sizes of Gemma 4."""
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 import trimtab
 from tests.engine.batch.test_company import alone, asks, begun
 from tests.engine.kv.test_paged_rows import *

@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 import trimtab
 from tests import pico
 from tests.engine.decode.test_graphs import demo
@@ -13,7 +10,7 @@ from tests.engine.kernels.test_fused_kernels import wide
 from tests.engine.prefill.test_prefill import answered, differ, eager, ids, in_chunks, named
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.cuda.check_cache import CardEntries
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
@@ -66,7 +63,7 @@ def test_an_adapter_inside_the_products_is_read_anew_at_every_replay(monkeypatch
         return launch(self, name, *given, **more)
 
     monkeypatch.setattr(KernelFamily, "why_slower", lambda self, times: None)
-    monkeypatch.setattr(KeptChecks, "of", classmethod(lambda cls, device: KeptChecks()))
+    monkeypatch.setattr(CardEntries, "of", classmethod(lambda cls, device: CardEntries()))
     monkeypatch.setattr(nvrtc.Module, "launch", noted)
     monkeypatch.setattr(planner, "FEW_ROWS_SHARE", 0.0)  # over unpacked weights adapters go in another way
     base, _ = wide(family, monkeypatch, tmp_path)

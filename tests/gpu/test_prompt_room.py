@@ -5,9 +5,6 @@ import gc
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 import trimtab
 from tests import pico
 from tests.engine.prefill.test_prefill import DEVICE, TOLERANCE, answered, differ, eager, ids, picture

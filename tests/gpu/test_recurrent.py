@@ -1,10 +1,6 @@
 """Recurrent layers on the GPU: captured steps and chunks, packed, and in 16 bits around the stack's own products."""
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import trimtab
 from tests import pico

@@ -2,10 +2,6 @@
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 

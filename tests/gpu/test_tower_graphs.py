@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 import trimtab
 from tests import pico
 from tests.engine.prefill.test_encoder_cache import asked, tensors_of

@@ -2,10 +2,6 @@
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA GPU", allow_module_level=True)
-
 from torch.profiler import ProfilerActivity, profile
 
 from tests.engine.prefill.test_prefill import in_chunks, picture

@@ -20,8 +20,6 @@ from trimtab.errors import AdapterError
 from trimtab.merging import merge
 from trimtab.serve.adapters.adapter_cache import AdapterCache
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
 IDS = list(range(5, 25))
 TOLERANCE = 2e-5  # float32 sums in another order; the orders differ from each other by more than 1e-2
 MADE: dict[str, dict[str, Any]] = {

@@ -15,9 +15,6 @@ from tests.raised import refused
 from trimtab.merging import merge
 from trimtab.merging.changes.delta import Change, merged
 
-# PEFT warns about tied embeddings and, at DoRA, of its own calls.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
 # What stays as it was -------------------------------------------------------------------------------------------------
 
 

@@ -15,8 +15,6 @@ from tests.merged_models import load
 from trimtab.demo import demo as line
 from trimtab.merging import merge
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
 DEMO = line.FOLDER
 PROMPTS = [json.loads(text) for text in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
 

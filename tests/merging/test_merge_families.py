@@ -14,9 +14,6 @@ from tests.raised import raised
 from trimtab.errors import AdapterError
 from trimtab.merging import merge
 
-# PEFT warns about tied embeddings and, at DoRA, of its own calls.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
 VARIANTS = {
     "lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True},
     "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}}, "saved": {"modules_to_save": ["norm"]},

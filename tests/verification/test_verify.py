@@ -16,7 +16,6 @@ from trimtab.verification.verify import verify
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 DEMO = ROOT / "trimtab" / "demo"
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 PROMPTS = [{"id": "one", "token_ids": list(range(40, 52))}, {"id": "two", "token_ids": list(range(90, 97))}]
 
 

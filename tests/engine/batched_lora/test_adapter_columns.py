@@ -1,20 +1,21 @@
 """LoRA inside a prompt's products: the columns are the adapter in float64, layers over one input share it, the rest stays."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import trimtab
-from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import prompts as cpu_module
 from tests.engine.kernels.test_fused_kernels import wide as wide_checkpoint
+from tests.engine.kernels.test_many_rows import random
 from tests.engine.prefill.test_prefill import answered, differ, eager, ids, in_chunks
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.batched_lora.columns import LARGEST_ERROR, Columns, DequantizedWeights, extended_width, wrong
 from trimtab.engine.batched_lora.table import groups_of
-from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.cuda.check_cache import CardEntries
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import MatmulTable
 from trimtab.engine.formats.weights import dequantize
@@ -26,13 +27,8 @@ from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import EAGER, AdapterStore, Selection
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
-on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 WIDE = 192
-
-
-def random(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
 def packed(shape, quant="nf4-dq"):
@@ -50,7 +46,6 @@ def room_for(high, wide):
 # The kernels -----------------------------------------------------------------------------------------------------------
 
 
-@on_cpu
 @pytest.mark.parametrize("quant", ["nf4-dq", "nf4", "fp4"])
 def test_columns_are_the_adapter_in_float64(quant):
     for order, shape in ((0, (96, 320)), (1, (40, 64)), (7, (24, 1104))):
@@ -59,7 +54,6 @@ def test_columns_are_the_adapter_in_float64(quant):
         assert set(launches(module)) == {"extend_input", f"unpack_columns_{'nested' if quant == 'nf4-dq' else 'plain'}"}
 
 
-@on_cpu
 def test_columns_of_every_rank_and_of_a_wide_input_are_right():
     module = cpu_module()
     for rank in (1, 7, 8, 9, 31, 32):
@@ -67,7 +61,6 @@ def test_columns_of_every_rank_and_of_a_wide_input_are_right():
     assert wrong(packed((16, 5120)), room_for(16, 5120), module, tokens=(33,), ranks=(8, 3)) is None
 
 
-@on_cpu
 @pytest.mark.slow
 def test_a_kernel_that_is_wrong_is_found():
     for before, after in (
@@ -109,12 +102,17 @@ class Layers:
         self.columns = columns_of(list(self.leaves.values()), self.kernels)
         self.adapter_store.select(Selection("a"))
 
+    @contextmanager
+    def applying(self):
+        table = MatmulTable(self.kernels.matmul(list(self.leaves.values()), self.columns.operands))
+        with torch.no_grad(), self.adapter_store.applying(None, table):
+            yield
+
     def run(self, *inputs):
         """Return each layer's output in one pass; inputs: of each layer, or one of all of them."""
         given = inputs if len(inputs) > 1 else inputs * len(self.leaves)
         self.module.launches.clear()
-        table = MatmulTable(self.kernels.matmul(list(self.leaves.values()), self.columns.operands))
-        with torch.no_grad(), self.adapter_store.applying(None, table):
+        with self.applying():
             made = [leaf(x) for leaf, x in zip(self.leaves.values(), given, strict=True)]
         self.columns.forget()
         assert not bool(self.columns.counts.any()) and self.adapter_store.matmuls is None
@@ -143,7 +141,6 @@ QKV = {"q_proj": 8, "k_proj": 4, "v_proj": 12}
 INPUT = random(1, 35, WIDE, dtype=BF16)
 
 
-@on_cpu
 @pytest.mark.parametrize(
     "ranks", [QKV, {"gate_proj": 8, "up_proj": 20}, {"o_proj": 5}, {"q_proj": 8, "k_proj": 0, "v_proj": 3}, {"q_proj": 1}]
 )
@@ -156,7 +153,6 @@ def test_layers_over_one_input_share_it(ranks, bias):
     assert layers.counted("unpack_nested") == sum(not rank for rank in ranks.values())
 
 
-@on_cpu
 def test_inputs_are_in_the_order_of_a_weights_columns_and_shared_only_in_it():
     layers = Layers(QKV, quant="int4-g64-idx")
     layers.check(INPUT)
@@ -166,7 +162,6 @@ def test_inputs_are_in_the_order_of_a_weights_columns_and_shared_only_in_it():
     assert (layers.counted("extend_input"), layers.counted("in_order")) == (2, 1)
 
 
-@on_cpu
 def test_an_input_that_is_another_or_has_changed_is_extended_again():
     layers = Layers(QKV)
     first, second = INPUT, random(1, 35, WIDE, dtype=BF16, seed=5)
@@ -185,7 +180,6 @@ def test_an_input_that_is_another_or_has_changed_is_extended_again():
     assert layers.counted("extend_input") == 2
 
 
-@on_cpu
 def test_a_tensor_without_versions_is_extended_for_each_layer():
     layers = Layers(QKV)
     with torch.inference_mode():
@@ -193,7 +187,6 @@ def test_a_tensor_without_versions_is_extended_for_each_layer():
     assert layers.counted("extend_input") == 3
 
 
-@on_cpu
 def test_an_adapter_whose_values_change_is_read_in_the_next_pass():
     layers = Layers(QKV)
     layers.check(INPUT)
@@ -210,15 +203,9 @@ def test_an_adapter_whose_values_change_is_read_in_the_next_pass():
         assert float((y - base).abs().max()) <= 2**-7 * float(base.abs().max())
 
 
-@on_cpu
 def test_a_group_without_its_last_layer_keeps_nothing_after_the_pass():
     layers = Layers({"q_proj": 8, "k_proj": 4})
-    with (
-        torch.no_grad(),
-        layers.adapter_store.applying(
-            None, MatmulTable(layers.kernels.matmul(list(layers.leaves.values()), layers.columns.operands))
-        ),
-    ):
+    with layers.applying():
         layers.leaves["q_proj"](INPUT)
     assert layers.columns._last is not None
     layers.columns.forget()
@@ -245,7 +232,6 @@ def base(layers):
     layers.adapter_store.none()
 
 
-@on_cpu
 @pytest.mark.parametrize("change", [rows_differ, dora, narrow_room, by_table, base])
 def test_what_does_not_fit_is_computed_as_before(change):
     layers = Layers({"o_proj": 8})
@@ -254,7 +240,6 @@ def test_what_does_not_fit_is_computed_as_before(change):
     assert layers.counted("extend_input") == 0 and layers.counted("unpack_nested") == 1
 
 
-@on_cpu
 def test_few_tokens_high_ranks_narrow_inputs_and_float16_are_computed_as_before():
     layers = Layers({"o_proj": 8})
     least = adapter_columns.LEAST_TOKENS
@@ -286,7 +271,6 @@ def test_the_plan_counts_as_many_columns_as_the_widest_group_has():
         assert columns <= ADAPTER_COLUMNS
 
 
-@on_cpu
 def test_a_prompt_with_the_adapter_inside_its_products_is_the_prompt(monkeypatch, tmp_path):
     base, adapters = wide_checkpoint("gemma4", monkeypatch, tmp_path)
     made = trimtab.plan(base, quant="nf4-dq", adapters=adapters, context=64, device="cpu", images=0, audio_s=0.0)
@@ -318,8 +302,7 @@ def test_a_prompt_with_the_adapter_inside_its_products_is_the_prompt(monkeypatch
 
 
 def chosen(monkeypatch, *, why=None, slower=None, adapters=True, unpacked=None, quant="nf4", kept=None, check=None):
-    common = {"device": CPU, "dtype": BF16, "store": AdapterStore()}
-    leaf = ResidentLeaf("q_proj", packed((64, 64), quant), bias=None, **common)
+    leaf = ResidentLeaf("q_proj", packed((64, 64), quant), bias=None, device=CPU, dtype=BF16, store=AdapterStore())
     decoder = torch.nn.ModuleList([leaf])
     model = SimpleNamespace(
         hf_model=SimpleNamespace(get_decoder=lambda: decoder), device=CPU, dtype=BF16, unpacked=unpacked,
@@ -328,8 +311,8 @@ def chosen(monkeypatch, *, why=None, slower=None, adapters=True, unpacked=None, 
     kernels, checked, said = PromptKernels("module", unpacks=True, adds=True), [], []
     kernels.reserve([leaf], columns=ADAPTER_COLUMNS)
 
-    kept = KeptChecks() if kept is None else kept
-    monkeypatch.setattr(KeptChecks, "of", classmethod(lambda cls, device: kept))
+    kept = CardEntries() if kept is None else kept
+    monkeypatch.setattr(CardEntries, "of", classmethod(lambda cls, device: kept))
     monkeypatch.setattr(adapter_columns, "wrong", check or (lambda *given: checked.append("wrong") or why))
     monkeypatch.setattr(adapter_columns, "pair_us", lambda *given: (3.0, 2.0) if slower else (1.0, 2.0))
     monkeypatch.setattr(adapter_columns, "runs", lambda *given: (None, None))
@@ -338,7 +321,7 @@ def chosen(monkeypatch, *, why=None, slower=None, adapters=True, unpacked=None, 
 
 
 def test_what_is_right_and_faster_is_used_and_not_checked_again(monkeypatch):
-    kept = KeptChecks()
+    kept = CardEntries()
     for checks in (["wrong"], []):
         columns, checked, said = chosen(monkeypatch, kept=kept)
         assert columns is not None and checked == checks and not said
@@ -346,7 +329,7 @@ def test_what_is_right_and_faster_is_used_and_not_checked_again(monkeypatch):
 
 
 def test_what_is_wrong_or_slower_is_named_and_checked_again(monkeypatch):
-    kept = KeptChecks()
+    kept = CardEntries()
     for given in ({"why": "it is wrong"}, {"slower": "slower here: 3.0 µs against torch's 2.0"}):
         columns, checked, said = chosen(monkeypatch, kept=kept, **given)
         assert columns is None and checked == ["wrong"] and said == [(*given.values(), adapter_columns.NAME)]

@@ -15,8 +15,9 @@ from trimtab.engine.cuda import check_cache as kept_checks
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda import shipped_configs as launch_configs
-from trimtab.engine.cuda.check_cache import KeptChecks
-from trimtab.engine.cuda.shipped_configs import KernelLimits, Target
+from trimtab.engine.cuda.check_cache import CardEntries
+from trimtab.engine.cuda.nvrtc import KernelLimits
+from trimtab.engine.cuda.shipped_configs import Target
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels.selfcheck import KernelFamily
 from trimtab.errors import DeviceError
@@ -42,7 +43,7 @@ def text_of(configs=CONFIGS, target=TARGET):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
-    return tmp_path / "trimtab" / launch_configs.FOLDER
+    return tmp_path / "trimtab" / kept_checks.FOLDER
 
 
 @pytest.fixture
@@ -140,27 +141,20 @@ def test_every_file_of_the_package_can_be_read_whole():
 
 
 def test_what_was_tuned_is_kept_beside_what_was_tuned_before(folder):
-    launch_configs.keep(TARGET, {KEY: HELD}, {})
-    launch_configs.keep(TARGET, {PAIR: RING}, {})
+    launch_configs.keep(TARGET, {KEY: HELD})
+    launch_configs.keep(TARGET, {PAIR: RING})
     assert launch_configs.kept(TARGET) == plain({KEY: HELD, PAIR: RING})
 
 
 @pytest.mark.parametrize("change", [{"name": "NVIDIA L4"}, {"source": "newer"}, {"multiprocessors": 78}])
 def test_another_card_or_kernel_was_not_tuned(change, folder):
-    launch_configs.keep(TARGET, CONFIGS, {})
+    launch_configs.keep(TARGET, CONFIGS)
     assert launch_configs.kept(dataclasses.replace(TARGET, **change)) == {}
-
-
-def test_a_damaged_file_is_as_if_nothing_was_tuned(folder):
-    launch_configs.keep(TARGET, CONFIGS, {})
-    (path,) = folder.iterdir()
-    path.write_bytes(path.read_bytes().replace(b"2560", b"2561", 1))
-    assert launch_configs.kept(TARGET) == {}
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(folder):
     folder.parent.write_text("in the way")
-    launch_configs.keep(TARGET, CONFIGS, {})
+    launch_configs.keep(TARGET, CONFIGS)
     assert launch_configs.kept(TARGET) == {}
 
 
@@ -201,10 +195,9 @@ CARD = SimpleNamespace(name="a card", uuid="1", total_memory=2**33, multi_proces
 
 
 @pytest.fixture
-def card(tmp_path, monkeypatch):
+def card(folder, monkeypatch):
     """A GPU whose facts the test may change, and an empty folder."""
     shown = SimpleNamespace(**vars(CARD))
-    monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: shown)
     monkeypatch.setattr(nvrtc, "why_not", lambda device: None)
     monkeypatch.setattr(nvrtc, "find_compiler", lambda: SimpleNamespace(version=(13, 0)))
@@ -213,11 +206,11 @@ def card(tmp_path, monkeypatch):
 
 
 def kept(*what):
-    return KeptChecks.of("cuda:0").find(*what)
+    return CardEntries.of("cuda:0").find(*what)
 
 
 def passed(*what, entry=None):
-    checks = KeptChecks.of("cuda:0")
+    checks = CardEntries.of("cuda:0")
     checks.keep(entry or {"us": {"a": [1.0, 2.0]}}, *what)
     checks.save()
 
@@ -237,11 +230,12 @@ def test_another_card_is_checked_itself(fact, value, card):
 
 
 @pytest.mark.parametrize("name", ["driver_version", "find_compiler"])
-def test_another_driver_or_compiler_checks_again(name, card, monkeypatch):
+def test_another_driver_or_compiler_checks_again_and_tunes_nothing_again(name, card, monkeypatch):
     passed("products")
     new = 13010 if name == "driver_version" else SimpleNamespace(version=(13, 1))
+    launch_configs.keep(TARGET, CONFIGS)
     monkeypatch.setattr(nvrtc, name, lambda: new)
-    assert kept("products") is None
+    assert kept("products") is None and launch_configs.kept(TARGET) == plain(CONFIGS)
 
 
 def test_changed_code_checks_again(card, monkeypatch):
@@ -250,9 +244,9 @@ def test_changed_code_checks_again(card, monkeypatch):
     assert kept("products") is None
 
 
-def test_a_damaged_file_is_as_if_it_were_not_there(card, tmp_path):
+def test_a_damaged_file_is_as_if_it_were_not_there(card, folder):
     passed("products")
-    (file,) = (tmp_path / "trimtab" / "checked").iterdir()
+    (file,) = folder.iterdir()
     whole = bytearray(file.read_bytes())
     whole[-3] ^= 1
     file.write_bytes(whole)
@@ -260,7 +254,7 @@ def test_a_damaged_file_is_as_if_it_were_not_there(card, tmp_path):
 
 
 def test_two_processes_that_save_lose_nothing_of_each_other(card):
-    first, second = KeptChecks.of("cuda:0"), KeptChecks.of("cuda:0")
+    first, second = CardEntries.of("cuda:0"), CardEntries.of("cuda:0")
     first.keep({}, "one")
     second.keep({}, "two")
     first.save()
@@ -269,19 +263,19 @@ def test_two_processes_that_save_lose_nothing_of_each_other(card):
 
 
 def test_a_cpu_keeps_nothing(card, tmp_path):
-    checks = KeptChecks.of("cpu")
+    checks = CardEntries.of("cpu")
     checks.keep({}, "one")
     checks.save()
     assert checks.find("one") == {} and not (tmp_path / "trimtab").exists()
 
 
-def tried(checks, why, *, times=None, calls=None):
+def tried(checks, why, *, calls, key=("bf16",)):
     def check(module):
         calls.append(module)
         return why
 
     left_out, measured = {}, {}
-    family = KernelFamily("small", ("bf16",), lambda: "module", check, measure=lambda _: times or {"add": (1.0, 2.0)})
+    family = KernelFamily("small", key, lambda: "module", check, measure=lambda _: {"add": (1.0, 2.0)})
     module = family.choose(checks, left_out, measured)
     checks.save()
     return module, left_out, measured
@@ -289,9 +283,16 @@ def tried(checks, why, *, times=None, calls=None):
 
 def test_kernels_that_passed_are_loaded_without_a_check_and_with_the_times_of_then(card):
     calls = []
-    first = tried(KeptChecks.of("cuda:0"), None, calls=calls)
-    again = tried(KeptChecks.of("cuda:0"), "would be wrong", calls=calls)
+    first = tried(CardEntries.of("cuda:0"), None, calls=calls)
+    again = tried(CardEntries.of("cuda:0"), "would be wrong", calls=calls)
     assert calls == ["module"] and first == again == ("module", {}, {"add": (1.0, 2.0)})
+
+
+def test_a_choice_without_a_key_is_not_kept(card):
+    calls = []
+    for _ in range(2):
+        assert tried(CardEntries.of("cuda:0"), None, calls=calls, key=None)[0] == "module"
+    assert calls == ["module"] * 2 and not CardEntries.of("cuda:0").all()
 
 
 def test_kernels_are_asked_whether_they_know_the_shapes_then_checked_then_timed():
@@ -312,7 +313,7 @@ def test_kernels_are_asked_whether_they_know_the_shapes_then_checked_then_timed(
         family = KernelFamily(
             "small", (), lambda: "module", told("check", wrong), told("unsupported", unsupported), told("measure", times), **more
         )  # fmt: skip
-        module = family.choose(KeptChecks(), reasons, measured)
+        module = family.choose(CardEntries(), reasons, measured)
         assert (module is None) == bool(reasons) and measured == (times if "measure" in asked else {})
         return reasons.get("small"), list(asked)
 
@@ -328,6 +329,6 @@ def test_kernels_are_asked_whether_they_know_the_shapes_then_checked_then_timed(
 
 def test_kernels_that_failed_are_checked_again_each_time(card):
     calls = []
-    first = tried(KeptChecks.of("cuda:0"), "slower here", calls=calls)
-    second = tried(KeptChecks.of("cuda:0"), None, calls=calls)
+    first = tried(CardEntries.of("cuda:0"), "slower here", calls=calls)
+    second = tried(CardEntries.of("cuda:0"), None, calls=calls)
     assert first[:2] == (None, {"small": "slower here"}) and second[:2] == ("module", {}) and len(calls) == 2

@@ -49,6 +49,24 @@ def kept(tmp_path, monkeypatch):
     return tmp_path / "trimtab" / nvrtc.FOLDER
 
 
+def test_what_is_compiled_ahead_is_given_back_and_kept_but_for_what_does_not_compile(kept, monkeypatch):
+    class Some(Counting):
+        def target(self, capability):
+            return "sm_{}{}".format(*capability)
+
+        def compile(self, source, target, options=(), *, name=""):
+            if source == "b":
+                raise DeviceError("no", device="cuda")
+            return super().compile(source, target, options, name=name)
+
+    compiler = Some()
+    monkeypatch.setattr(nvrtc, "find_compiler", lambda: compiler)
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: 0)
+    jobs = [nvrtc.Job(source, ("-DX",), source) for source in "aba"]
+    assert nvrtc.compile_all(jobs, (9, 0)) == {jobs[0]: b"a sm_90 ('-DX',)"}
+    assert nvrtc.compiled(compiler, "a", "sm_90", ("-DX",)) and len(compiler.asked) == 1
+
+
 def test_what_was_compiled_once_is_read_from_the_cache(kept):
     compiler = Counting()
     first = nvrtc.compiled(compiler, "a", "sm_90")

@@ -188,6 +188,12 @@ def test_gemma_4_e2b_takes_on_a_t4_what_the_stock_stack_takes(tmp_path):
     assert asked.gpu_peak_bytes - plan.gpu_peak_bytes == pytest.approx(5.125 * 2**30, rel=0.01)  # two tables in 16 bits
 
 
+def wide_inputs(family, base):
+    """Return inputs of a model in float32."""
+    given = pico.inputs(family, base.config)
+    return {name: value.float() if value.is_floating_point() else value for name, value in given.items()}
+
+
 @pytest.fixture
 def without_bfloat16(monkeypatch):
     """Plans as for a card that emulates bfloat16."""
@@ -201,9 +207,7 @@ def test_weights_in_16_bits_give_the_answer_of_stock_in_float32(family, quant, w
     """A cast to float32 changes no value; the same products in the same order, so the same bits where nothing is on the host."""
     folder = pico.build(family, tmp_path / "base")
     base = stock.load_stock(folder, quant, dtype=torch.float32)
-    inputs = {
-        name: value.float() if value.is_floating_point() else value for name, value in pico.inputs(family, base.config).items()
-    }
+    inputs = wide_inputs(family, base)
     expected = stock.logits(base, inputs)
     for options in ({}, {"place": {"*": "stream"}}, {"place": {"*": "disk"}}):
         plan = trimtab.plan(folder, quant=quant, context=64, device="cpu", **options)
@@ -229,9 +233,7 @@ def test_weights_that_are_cast_while_loading_are_cast_a_few_rows_at_a_time(famil
     monkeypatch.setattr(loaded_pieces, "HEAD_PIECE_VALUES", 100)
     folder = pico.build(family, tmp_path / "base")
     base = stock.load_stock(folder, quant, dtype=torch.float32)
-    inputs = {
-        name: value.float() if value.is_floating_point() else value for name, value in pico.inputs(family, base.config).items()
-    }
+    inputs = wide_inputs(family, base)
     plan = trimtab.plan(folder, quant=quant, context=64, device="cpu", dtype="float32", place={"*": "resident"})
     with trimtab.load(plan) as model:
         assert torch.equal(stock.logits(model.hf_model, inputs), stock.logits(base, inputs))
@@ -260,9 +262,7 @@ def test_adapters_over_weights_in_16_bits_are_pefts_in_float32(embeddings, witho
     folder = pico.build("gemma4", tmp_path / "base")
     adapter = pico.adapter(folder, tmp_path / "adapter", embeddings=embeddings, dora=embeddings)
     base = stock.load_stock(folder, dtype=torch.float32)
-    inputs = {
-        name: value.float() if value.is_floating_point() else value for name, value in pico.inputs("gemma4", base.config).items()
-    }
+    inputs = wide_inputs("gemma4", base)
     expected = stock.logits(stock.with_adapter(base, adapter), inputs)
     plan = trimtab.plan(folder, quant="none", context=64, device="cpu", adapters={"a": str(adapter)})
     with trimtab.load(plan) as model:

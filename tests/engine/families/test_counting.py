@@ -25,7 +25,6 @@ from trimtab.engine.memory_shares import expert_counts, expert_hits
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.request import GenerateRequest
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 KINDS = ("german", "skip", "five")
 TOKENS = 10
 # Rows: an adapter, and the words of a prompt, of which the last one counts. The last prompt has more tokens than a step has rows.

@@ -22,7 +22,6 @@ from trimtab.engine.layers.leaves import ResidentLeaf
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.stock import unsplit
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 VARIANTS = {"none": None, "lora": {}, "dora": {"dora": True}, "rslora": {"rslora": True}, "saved": {"modules_to_save": ["norm"]}}
 
 

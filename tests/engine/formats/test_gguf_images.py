@@ -18,8 +18,6 @@ from tests.raised import raised
 from trimtab.checkpoint.folder import find_folder, read_checkpoint
 from trimtab.errors import AdapterError, CheckpointError
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
 
 @pytest.fixture
 def root(tmp_path_factory):

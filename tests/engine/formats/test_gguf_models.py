@@ -29,7 +29,6 @@ from trimtab.planning.plan.table import stored_rows
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.stock import unsplit
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 TIERS = ("resident", "stream", "disk", "host")
 VARIANTS = {"none": None, "lora": {}, "dora": {"dora": True}, "rslora": {"rslora": True}, "saved": {"modules_to_save": ["norm"]}}
 

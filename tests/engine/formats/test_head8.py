@@ -29,6 +29,19 @@ DEMO = Path(trimtab.__file__).parent / "demo"
 ASKED = [[2, 5, 9, 17, 4], [2, 40, 41]]
 
 
+def of_demo(**options) -> Plan:
+    return trimtab.plan(DEMO / "base", **{"head": "int8", "device": "cpu", "context": 256, "images": 0, "audio_s": 0} | options)
+
+
+def seen_by_head(model, **options) -> tuple[Tensor, Tensor]:
+    """Return the last input and output of a model's head for a prompt."""
+    seen = []
+    handle = model.hf_model.lm_head.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+    model.logits(ASKED[0], **options)
+    handle.remove()
+    return seen[-1]
+
+
 def kernel_of(model):
     return model.hf_model.get_output_embeddings().packed().kernel.module
 
@@ -88,8 +101,6 @@ def test_the_product_rounds_once_after_float32_sums(monkeypatch, dtype, has_bias
 
 # The kernel -----------------------------------------------------------------------------------------------------------
 
-needs_compiler = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
-
 
 def kernel(source: str | None = None, order: int = 0) -> run.CpuModule:
     return run.CpuModule(source or head8.source(), head8.NAMES, order=order, multiprocessors=1)
@@ -101,7 +112,6 @@ def random_head(rows: int, width: int, *, bias: bool = False) -> head8.Head:
     return head8.Head(q, scale, torch.randn(rows).bfloat16() if bias else None)
 
 
-@needs_compiler
 @pytest.mark.parametrize("order", [0, 1, 7])
 @pytest.mark.parametrize("rows, width, bias", [(48, 64, False), (301, 320, True), (16 * 17, 256, False)])
 def test_the_kernel_agrees_with_float64_and_torch(rows, width, bias, order):
@@ -111,7 +121,6 @@ def test_the_kernel_agrees_with_float64_and_torch(rows, width, bias, order):
     assert head8_choice.check(module, head, counts=(1, 2, 5, 8)) is None and module.launches == ["head8"] * 4
 
 
-@needs_compiler
 def test_every_8_bit_value_and_place_is_decoded(tmp_path):
     """x picks one column at a time, so that y is that column of q itself."""
     width = 128
@@ -124,7 +133,6 @@ def test_every_8_bit_value_and_place_is_decoded(tmp_path):
         assert torch.equal(head(x), q[:, start : start + 8].T.bfloat16())
 
 
-@needs_compiler
 def test_the_kernel_writes_its_rows_alone_and_reads_strided_ones():
     head = random_head(40, 192)
     module = kernel()
@@ -137,7 +145,6 @@ def test_the_kernel_writes_its_rows_alone_and_reads_strided_ones():
     torch.testing.assert_close(head8.launched(odd, head.q, head.scale, None, module), head8.plain(odd, head.q, head.scale))
 
 
-@needs_compiler
 @pytest.mark.parametrize("right, wrong", [
     ("0xc300c300u", "0xc200c200u"), ("first + 8 * half", "first + half"), ("scales[i >> 1]", "scales[0]"),
     ("2 * t + (i & 1)", "2 * t"),
@@ -149,7 +156,6 @@ def test_a_kernel_that_computes_wrongly_is_left_out(right, wrong):
     assert why is not None and "relative error" in why
 
 
-@needs_compiler
 def test_a_kernel_that_is_slower_is_left_out_and_what_was_measured_is_kept(monkeypatch):
     head, module = random_head(64, 128), kernel()
     times = iter([3.0, 2.0, 3.0, 20.0])
@@ -163,10 +169,9 @@ def test_a_kernel_that_is_slower_is_left_out_and_what_was_measured_is_kept(monke
     assert found == {head8.NAME: (5.0, 5.0), "whole head": (5.0, 5.0)}
 
 
-@needs_compiler
 @pytest.mark.parametrize("tier", ["resident", "stream"])
 def test_a_loaded_head_uses_the_kernel_that_was_chosen(demo_plan, monkeypatch, tier):
-    plan = trimtab.plan(DEMO / "base", head="int8", device="cpu", context=256, images=0, audio_s=0, place={"head": tier})
+    plan = of_demo(place={"head": tier})
     with trimtab.load(plan) as model:
         wanted, leaf, module = model.logits(ASKED[1]), model.hf_model.lm_head, kernel()
         monkeypatch.setattr(head8, "load", lambda device: module)
@@ -185,7 +190,6 @@ def test_a_loaded_head_uses_the_kernel_that_was_chosen(demo_plan, monkeypatch, t
         assert "does not compile" in str(head8_choice.choose(leaf))
 
 
-@needs_compiler
 def test_what_the_kernel_cannot_take_goes_through_torch():
     head, module = random_head(64, 96), kernel()
     assert "96 values" in str(head8_choice.why_not(head, torch.bfloat16, module))
@@ -204,7 +208,7 @@ def test_what_the_kernel_cannot_take_goes_through_torch():
 
 @pytest.fixture(scope="module")
 def demo_plan() -> Plan:
-    return trimtab.plan(DEMO / "base", head="int8", device="cpu", context=256, images=0, audio_s=0)
+    return of_demo()
 
 
 def head_weight(folder: Path) -> Tensor:
@@ -268,7 +272,7 @@ def test_a_step_is_counted_with_the_weights_that_are_float32_at_a_time():
 
 def test_with_an_8_bit_head_the_token_table_can_leave(demo_plan):
     table = "model.language_model.embed_tokens"
-    plan = trimtab.plan(DEMO / "base", head="int8", device="cpu", context=256, images=0, audio_s=0, place={table: "gather"})
+    plan = of_demo(place={table: "gather"})
     (row,) = [row for row in plan.placements if row.block_path == table]
     assert row.gpu_bytes < 1024 and row.host_bytes == head_weight(DEMO / "base").numel() * 2
     with trimtab.load(demo_plan) as resident, trimtab.load(plan) as model:
@@ -280,10 +284,7 @@ def test_with_an_8_bit_head_the_token_table_can_leave(demo_plan):
 
 def test_the_table_may_stay_in_the_checkpoint_file(demo_plan):
     table = "model.language_model.embed_tokens"
-    plan = trimtab.plan(
-        DEMO / "base", head="int8", device="cpu", context=256, images=0, audio_s=0,
-        device_map={"": "cpu", table: "disk"},
-    )  # fmt: skip
+    plan = of_demo(device_map={"": "cpu", table: "disk"})
     assert {row.block_path: row.home for row in plan.placements}[table] == "file"
     with trimtab.load(demo_plan) as resident, trimtab.load(plan) as model:
         assert torch.equal(model.logits(ASKED[1]), resident.logits(ASKED[1]))
@@ -291,10 +292,7 @@ def test_the_table_may_stay_in_the_checkpoint_file(demo_plan):
 
 @pytest.mark.parametrize("tier, kind", [("stream", StagedLinear), ("disk", StagedLinear), ("host", HostLeaf)])
 def test_every_tier_gives_the_same_logits(demo_plan, tier, kind, tmp_path):
-    plan = trimtab.plan(
-        DEMO / "base", head="int8", device="cpu", context=256, images=0, audio_s=0, place={"head": tier},
-        offload_dir=tmp_path,
-    )  # fmt: skip
+    plan = of_demo(place={"head": tier}, offload_dir=tmp_path)
     assert plan.tier_of("lm_head") == tier
     with trimtab.load(demo_plan) as resident, trimtab.load(plan) as model:
         leaf = model.hf_model.lm_head
@@ -309,8 +307,8 @@ def test_every_tier_gives_the_same_logits(demo_plan, tier, kind, tmp_path):
 def test_answers_stay_those_of_the_whole_head(demo_plan):
     adapters = {path.name: path for path in sorted((DEMO / "adapters").iterdir()) if path.is_dir()}
     assert adapters
-    plan = trimtab.plan(DEMO / "base", head="int8", device="cpu", context=256, images=0, audio_s=0, adapters=adapters)
-    whole = trimtab.plan(DEMO / "base", device="cpu", context=256, images=0, audio_s=0, adapters=adapters)
+    plan = of_demo(adapters=adapters)
+    whole = of_demo(head="full", adapters=adapters)
     with trimtab.load(plan) as ours, trimtab.load(whole) as theirs:
         for name in (None, *adapters):
             options = {"adapter": name, "max_new_tokens": 12}
@@ -321,13 +319,8 @@ def test_answers_stay_those_of_the_whole_head(demo_plan):
 
 def test_logits_are_those_of_the_8_bit_weight_in_float64(demo_plan):
     with trimtab.load(demo_plan) as model:
-        seen = []
-        leaf = model.hf_model.lm_head
-        handle = leaf.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
-        model.logits(ASKED[0])
-        handle.remove()
-        x, y = seen[-1]
-        parts = leaf.packed().parts
+        x, y = seen_by_head(model)
+        parts = model.hf_model.lm_head.packed().parts
         exact = x.double() @ parts["weight"].double().T * parts["scale"].double()
         assert (y.double() - exact).abs().max() <= exact.abs().max() * 2**-8
 
@@ -365,12 +358,8 @@ def on_the_head(base: Path, folder: Path, *, dora: bool = False) -> Path:
 def test_lora_on_the_head_is_added_to_the_8_bit_product(base, tmp_path):
     adapter = on_the_head(base, tmp_path / "head")
     with trimtab.load(planned(base, head="int8", adapters={"a": adapter})) as model:
+        x, y = seen_by_head(model, adapter="a")
         leaf = model.hf_model.lm_head
-        seen = []
-        handle = leaf.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
-        model.logits(ASKED[0], adapter="a")
-        handle.remove()
-        x, y = seen[-1]
         own = leaf.adapters["a"]
         weight = leaf.packed()
         exact = x.double() @ weight.parts["weight"].double().T * weight.parts["scale"].double()
@@ -445,28 +434,28 @@ def test_other_families_and_untied_heads_load_and_answer(family, tmp_path):
         assert plan.tiers() == whole.tiers()
 
 
-def test_a_head_of_float32_is_made_from_float32(tmp_path):
-    folder = pico.build("llama", tmp_path)
-    file = folder / "model.safetensors"
+def with_head(folder: Path, change) -> tuple[Path, Tensor]:
+    """Return a tiny Llama whose head is changed in its file, and the head."""
+    file = pico.build("llama", folder) / "model.safetensors"
     tensors = load_file(file)
     name = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
-    torch.manual_seed(3)
-    tensors[name] = tensors[name].float() + torch.randn(tensors[name].shape) * 1e-4
+    tensors[name] = change(tensors[name])
     save_file(tensors, file, metadata={"format": "pt"})
+    return file.parent, tensors[name]
+
+
+def test_a_head_of_float32_is_made_from_float32(tmp_path):
+    torch.manual_seed(3)
+    folder, head = with_head(tmp_path, lambda head: head.float() + torch.randn(head.shape) * 1e-4)
     with trimtab.load(planned(folder, head="int8", quant="none")) as model:
         parts = model.hf_model.lm_head.packed().parts
-    q, scale = head8.quantize_rows(tensors[name])
+    q, scale = head8.quantize_rows(head)
     assert torch.equal(parts["weight"], q) and torch.equal(parts["scale"], scale)
-    assert not head8.is_same({"weight": q, "scale": scale}, tensors[name].bfloat16())
+    assert not head8.is_same({"weight": q, "scale": scale}, head.bfloat16())
 
 
 def test_a_value_that_is_not_finite_names_the_tensor(tmp_path):
-    folder = pico.build("llama", tmp_path)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    name = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
-    tensors[name][5, 3] = math.inf
-    save_file(tensors, file, metadata={"format": "pt"})
+    folder, _ = with_head(tmp_path, lambda head: head.index_fill(0, torch.tensor([5]), math.inf))
     with pytest.raises(CheckpointError, match="not finite") as error:
         trimtab.load(planned(folder, head="int8", quant="none"))
     assert error.value.tensor_name == "lm_head.weight"

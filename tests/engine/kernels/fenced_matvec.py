@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from tests.cuda_on_cpu import run
+from tests.cuda_on_cpu import modules
 from tests.engine.kernels.test_matvec import H200, SHAPES, adapters_of, exact, group_of
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.kernels import autotune as tuning
@@ -84,8 +84,7 @@ def check(module, fences, rows, columns, n, quant, dtype):
 
 def main():
     torch.manual_seed(0)
-    module = run.CpuModule(matvec.source(), matvec.NAMES, order=7)
-    matvec.prepare(module)
+    module = modules.products(7, multiprocessors=4)
     for at_end in (True, False):
         fences = Fences(at_end)
         for shape in SHAPES:

@@ -11,7 +11,6 @@ from trimtab.engine.kernels import delta_rule
 from trimtab.engine.kernels.delta_rule import DeltaShape, DeltaWeights
 
 SHAPE = DeltaShape(2, 4, 32, 64, 4)
-on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +69,6 @@ def test_a_row_without_a_state_keeps_what_is_there(layer):
         assert (found - wanted).norm() < 1e-5 * wanted.norm()
 
 
-@on_cpu
 @pytest.mark.parametrize("rows", [9, 33, pytest.param(64, marks=pytest.mark.slow)])
 def test_steps_of_many_rows_are_the_modules_own_pass(layer, rows):
     """Rows of unlike states, one of which leaves: the last row takes its place and goes on with its own state."""
@@ -88,7 +86,6 @@ def test_steps_of_many_rows_are_the_modules_own_pass(layer, rows):
         assert (made.double() - exact).norm() < 2e-2 * exact.norm()
 
 
-@on_cpu
 @pytest.mark.parametrize("shape, dtype", [
     (SHAPE, torch.bfloat16), pytest.param(DeltaShape(1, 2, 128, 128, 4), torch.float16, marks=pytest.mark.slow),
     pytest.param(DeltaShape(2, 2, 64, 32, 2), torch.bfloat16, marks=pytest.mark.slow),

@@ -20,7 +20,6 @@ from trimtab.engine.layers import leaves
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.errors import DeviceError
 
-on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 TYPES = (torch.bfloat16, torch.float16)
 ORDERS = (0, 1, 7)  # of threads and blocks
 SIZES = ends.Sizes(1100, 40, 30.0, 5, 24)
@@ -60,7 +59,7 @@ def modules_scores(logits, softcap):
 # The torch paths, against transformers' own modules: bit for bit -----------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=on_cpu)])
+@pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float32])
 def test_rows_are_what_the_scaled_embeddings_give(dtype, kernel):
     model = text_model(dtype)
@@ -110,7 +109,6 @@ def test_scores_in_torch_are_what_the_head_and_the_batch_made_of_them(dtype, sof
 # The kernels, on the CPU ---------------------------------------------------------------------------------------------
 
 
-@on_cpu
 @pytest.mark.parametrize(
     "order, dtype", [(7, torch.bfloat16), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, TYPES[0]), (1, TYPES[1])))]
 )
@@ -121,7 +119,7 @@ def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtyp
     assert set(module.launches) == set(ends.NAMES)
 
 
-@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=on_cpu)])
+@pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("width", [8, 1001, 2056])
@@ -143,7 +141,6 @@ def test_a_token_is_refused_exactly_where_eager_refuses_its_logits(dtype, kernel
     assert int(tokens[2]) >= 0 and int(tokens[4]) >= 0 and int(tokens[5]) >= 0
 
 
-@on_cpu
 @pytest.mark.parametrize("n, width, stride", [(1, 1, 1), (3, 255, 300), (8, 2049, 2049), (3, 4096, 4104), (1, 2568, 2568)])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("dtype", TYPES)
@@ -165,7 +162,6 @@ def test_scores_of_the_kernel_are_torchs_whatever_the_width_and_the_rows(n, widt
         assert not module.scratch["best"].any() and not module.scratch["arrived"].any()
 
 
-@on_cpu
 @pytest.mark.parametrize("width", [2048 * 2 + 8, 777])
 def test_ties_zeros_infinities_and_what_is_not_a_number(width):
     low = -random(8, width).abs() - 1
@@ -189,7 +185,6 @@ def test_ties_zeros_infinities_and_what_is_not_a_number(width):
             assert torch.equal(scores.isnan(), expected[0].isnan()) and torch.equal(scores.isinf(), expected[0].isinf())
 
 
-@on_cpu
 def test_every_softcap_of_every_number_is_rounded_as_torch_rounds():
     """All finite bfloat16 and a step of float16: tanh aside, no value may differ, and tanh moves next to none."""
     for dtype in TYPES:
@@ -201,7 +196,6 @@ def test_every_softcap_of_every_number_is_rounded_as_torch_rounds():
             assert int((scores != wanted).sum()) <= 8 and close(scores.to(dtype), wanted.to(dtype))
 
 
-@on_cpu
 @pytest.mark.parametrize("n", [1, 3, 8])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_rows_of_one_or_two_tables_and_places_of_a_ring(n, dtype):
@@ -224,7 +218,6 @@ def test_rows_of_one_or_two_tables_and_places_of_a_ring(n, dtype):
         assert module.launches == ["rows"] * 2
 
 
-@on_cpu
 def test_an_id_without_a_row_gives_no_numbers_and_no_token():
     module, out = cpu_module(), random(3, 16)
     ends.rows(torch.tensor([-1, 4, 5]), [ends.Lookup(random(5, 16), 2.0, out)], module)
@@ -234,7 +227,6 @@ def test_an_id_without_a_row_gives_no_numbers_and_no_token():
         ends.rows(torch.tensor([5]), [ends.Lookup(random(5, 16), 2.0, out[:1])])
 
 
-@on_cpu
 def test_each_layers_own_input_from_rows_apart_in_memory():
     for order, (n, layers, width) in zip(ORDERS, [(1, 42, 256), (3, 7, 24), (8, 1, 8)], strict=True):
         module = cpu_module(order)
@@ -252,7 +244,6 @@ def test_each_layers_own_input_from_rows_apart_in_memory():
         assert module.launches == ["per_layer"] * 2
 
 
-@on_cpu
 def test_what_a_kernel_cannot_read_is_done_in_torch():
     module = cpu_module()
     out = poisoned(2, 15)
@@ -308,7 +299,6 @@ WRONG = [
 ]  # fmt: skip
 
 
-@on_cpu
 # A compiled source each: every third one by default.
 @pytest.mark.parametrize(
     "right, wrong, named",
@@ -324,7 +314,6 @@ def test_the_check_at_load_names_a_kernel_that_is_wrong(right, wrong, named):
     assert said is not None and said.startswith(named)
 
 
-@on_cpu
 def test_measuring_runs_every_kernel_and_its_torch_path():
     module, runs = cpu_module(), []
 
@@ -337,7 +326,6 @@ def test_measuring_runs_every_kernel_and_its_torch_path():
     assert found == {"rows": (1, 2), "per_layer": (3, 4), "argmax of 1100": (5, 6)} and runs == [1, 1, 2, 2, 3, 3]
 
 
-@on_cpu
 def test_ends_that_are_wrong_or_slow_are_left_out_by_name(monkeypatch):
     packed = SimpleNamespace(kind="nf4", shape=(64, 64), blocks=(64,), parts={})
     leaf = SimpleNamespace(

@@ -21,7 +21,6 @@ from trimtab.engine.lora import experts as host
 from trimtab.engine.lora.layers import ExpertsAdapter, StackChange
 from trimtab.engine.lora.store import AdapterStore, Holders
 
-on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 # Seven roundings of a value, each up to half a step of the type: 2^-9, 2^-12 and 2^-24; float32 sums add a few of its steps.
 LARGEST = {BF16: 6e-3, HALF: 8e-4, FLOAT: 1e-6}
@@ -195,7 +194,6 @@ def module():
 FROM_TORCH = {("none", BF16): 2e-3, ("none", HALF): 2.5e-4, ("nf4", BF16): 8e-3, ("nf4", HALF): 1e-3}
 
 
-@on_cpu
 @pytest.mark.parametrize("kind, dtype, sizes, n, chosen, slots, weights", [
     ("none", BF16, (6, 264, 40), 2, 2, None, FLOAT), ("none", HALF, (5, 512, 256), 1, 4, (0, 1, 2, -1), HALF),
     ("nf4", BF16, (5, 320, 192), 1, 2, None, FLOAT), ("nf4", BF16, (9, 512, 320), 2, 8, (0, 2), BF16),
@@ -228,7 +226,6 @@ def file_stack(form, count, rows, columns, device="cpu"):
     return replace(experts[0], shape=(count, rows, columns), parts=parts)
 
 
-@on_cpu
 @pytest.mark.parametrize(
     "form", ["int4-g32", "int4-g128-zp", "int4-row", "fp8-128x128", "fp8-row", "q4_0", "q8_0", "q4_k", "q6_k", "nvfp4-g16"]
 )
@@ -245,7 +242,6 @@ def test_kernels_read_stacks_in_publishers_formats(module, form):
     assert relative_error(out, exact(x, index, given, mixture, tables)) < LARGEST[BF16]
 
 
-@on_cpu
 @pytest.mark.parametrize("dtype", [BF16, HALF])
 def test_adapters_in_the_models_type_are_rounded_as_torch_rounds_them(module, dtype):
     torch.manual_seed(8)
@@ -256,7 +252,6 @@ def test_adapters_in_the_models_type_are_rounded_as_torch_rounds_them(module, dt
     assert tables.dtype == dtype and relative_error(out, own) < FROM_TORCH["none", dtype]
 
 
-@on_cpu
 @pytest.mark.parametrize("kind, dtype, sizes, n, chosen, weights, slots, rows", [
     ("none", BF16, (5, 128, 64), 70, 2, BF16, None, None), ("none", HALF, (3, 64, 128), 65, 1, HALF, (1,), 1),
     ("nf4", BF16, (9, 128, 64), 132, 3, FLOAT, None, None), ("nf4-dq", BF16, (4, 64, 192), 66, 2, BF16, (0,), 1),
@@ -284,7 +279,6 @@ def test_many_tokens_agree_with_torch_and_with_float64(module, kind, dtype, size
     assert lost.nonzero()[:, 0].tolist() == [3, n - 1] and torch.equal(again[~lost], out[~lost])
 
 
-@on_cpu
 def test_a_prompts_token_keeps_its_bits_in_any_company(module):
     """Pairs of one expert and of several adapters stand in another order with every sort."""
     torch.manual_seed(9)
@@ -302,7 +296,6 @@ def test_many_tokens_need_whole_tiles():
     assert ours.why_not_many(((4, 128, 72), (4, 72, 64))) == "matrices of [128, 72] are not multiples of 64"
 
 
-@on_cpu
 def test_the_check_at_load_passes_and_finds_faults(module):
     torch.manual_seed(5)
     for mixture in (mixture_of(4, 192, 64, BF16, "nf4-dq"), mixture_of(4, 72, 40, HALF)):
@@ -321,7 +314,6 @@ def test_the_check_at_load_passes_and_finds_faults(module):
         )
 
 
-@on_cpu
 def test_a_row_keeps_its_bits_in_any_company_and_what_cannot_be_read_reaches_its_row_alone(module):
     torch.manual_seed(6)
     mixture = mixture_of(6, 320, 64, BF16, "nf4")
@@ -336,7 +328,6 @@ def test_a_row_keeps_its_bits_in_any_company_and_what_cannot_be_read_reaches_its
     assert out[:3].isnan().all() and not out[3].isfinite().any() and torch.equal(out[4], whole[4])
 
 
-@on_cpu
 @pytest.mark.parametrize("scale", [1e-30, 1e-4, 1e4, 1e30])
 def test_inputs_of_any_size_are_computed(module, scale):
     """In fp16, as the kernel multiplies them, they would be zero or infinite; one is far smaller than the others."""

@@ -17,7 +17,6 @@ from trimtab.engine.kernels import selfcheck as fused_check
 from trimtab.errors import DeviceError
 from trimtab.planning.values import execution
 
-on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 TYPES = (torch.bfloat16, torch.float16)
 EPS = 1e-6
 
@@ -64,7 +63,7 @@ def test_add_norm_is_what_a_decoder_layer_does_between_two_products(dtype):
 @pytest.mark.parametrize("mode", fused.MODES)
 def test_rope_write_is_what_attention_does_before_it_looks(dtype, mode):
     n, heads, kv_heads, dim, places = 3, 4, 2, 32, 7
-    parts = {"own": 2, "k_is_v": 1, "shared": 0}[mode]
+    parts = fused.MODES[mode]
     qkv = random(n, (heads + parts * kv_heads) * dim, dtype=dtype)
     q_weight, k_weight = random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2)
     angles = torch.randn(n, dim // 2, generator=torch.Generator().manual_seed(3)).repeat(1, 2)
@@ -90,11 +89,11 @@ def test_rope_write_is_what_attention_does_before_it_looks(dtype, mode):
 
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float32])
 @pytest.mark.parametrize("mode", fused.MODES)
-@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=on_cpu)])
+@pytest.mark.parametrize("kernel", [False, True])
 def test_turn_is_what_attention_does_before_it_looks_for_every_token(dtype, mode, kernel):
     """Products of one matrix, or apart; keys and values by head."""
     n, heads, kv_heads, dim = 5, 4, 2, 32
-    parts = {"own": 2, "k_is_v": 1, "shared": 0}[mode]
+    parts = fused.MODES[mode]
     joined = random(n, (heads + parts * kv_heads) * dim, dtype=dtype)
     weights = random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2)
     angles = torch.randn(n, dim // 2, generator=torch.Generator().manual_seed(3)).repeat(1, 2)
@@ -166,7 +165,6 @@ def test_a_full_ring_counts_as_a_whole():
 # The kernels, on the CPU ---------------------------------------------------------------------------------------------
 
 
-@on_cpu
 @pytest.mark.parametrize(
     "order, dtype", [(1, torch.float16), *(pytest.param(n, torch.bfloat16, marks=pytest.mark.slow) for n in (0, 5))]
 )
@@ -176,7 +174,6 @@ def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtyp
     assert {"add_norm", "gated_8", "rope_write_1", "attend"} <= set(launches(module))
 
 
-@on_cpu
 @pytest.mark.parametrize("shape, norm", [
     (fused.AttentionShape(4, 2, 32, "after", False, 16), ("after", False)),
     (fused.AttentionShape(4, 2, 32, None, False, 16, turn="pairs", growth=fused.Growth(0.1, 16)), ("after", True)),
@@ -210,7 +207,6 @@ def test_norms_of_other_forms_are_the_modules_own(form, name, dtype):
     assert torch.equal(h, residual + module(y))
 
 
-@on_cpu
 @pytest.mark.parametrize("n, width", [(1, 2560), (2, 1536), (3, 3840), (8, 8), (1, 8192), (2, 264)])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_kernel_of_norms_equals_torch_but_for_the_order_of_its_sums(n, width, dtype):
@@ -237,7 +233,6 @@ def close(found, wanted):
     return bool(near.all()) and int((found != wanted).sum()) <= max(1, 0.03 * found.numel())
 
 
-@on_cpu
 def test_norms_may_be_written_over_what_was_read():
     module = cpu_module()
     y, residual, weight = random(2, 64, seed=1), random(2, 64), random(64, seed=2)
@@ -247,13 +242,12 @@ def test_norms_may_be_written_over_what_was_read():
     assert close(residual, wanted_h) and close(y, wanted_x) and module.launches == ["add_norm"]
 
 
-@on_cpu
 @pytest.mark.parametrize("mode", fused.MODES)
 @pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 256), (8, 1, 512), (3, 3, 48), (2, 1, 16), (4, 1, 128)])
 def test_the_kernel_of_rotation_equals_torch_and_touches_only_its_places(heads, kv_heads, dim, mode):
     module = cpu_module(1)
     n, places = 3, 5
-    parts = {"own": 2, "k_is_v": 1, "shared": 0}[mode]
+    parts = fused.MODES[mode]
     qkv = random(n, (heads + parts * kv_heads) * dim + 8)[:, :-8]  # rows apart in memory
     q_weight, k_weight, cos, sin = (random(*shape, seed=s) for s, shape in enumerate([(dim,), (dim,), (n, dim), (n, dim)]))
     found, wanted = ([random(n + 1, kv_heads, places, dim, seed=s) for s in (4, 5)] for _ in range(2))
@@ -267,7 +261,6 @@ def test_the_kernel_of_rotation_equals_torch_and_touches_only_its_places(heads, 
     assert len(module.launches) == 1
 
 
-@on_cpu
 def test_a_place_that_the_cache_has_not_is_not_written():
     module = cpu_module()
     keys, values = random(2, 1, 3, 16), random(2, 1, 3, 16, seed=1)
@@ -277,7 +270,6 @@ def test_a_place_that_the_cache_has_not_is_not_written():
     assert torch.equal(keys, before[0]) and torch.equal(values, before[1]) and module.launches == ["rope_write_1"]
 
 
-@on_cpu
 @pytest.mark.parametrize("kind", fused.ACTIVATIONS)
 def test_the_kernel_of_gates_equals_torch_at_any_width_and_stride(kind):
     module = cpu_module(1)
@@ -294,7 +286,6 @@ def test_the_kernel_of_gates_equals_torch_at_any_width_and_stride(kind):
     assert module.launches == ["gated_8", "gated_8", "gated_1", "gated_1"]
 
 
-@on_cpu
 def test_the_kernel_of_shared_experts_is_torch_s_sum_at_any_width_and_stride():
     module = cpu_module(1)
     for n, width, stride in ((1, 2048, 2048), (3, 264, 600), (2, 7, 20)):
@@ -314,7 +305,6 @@ SHAPES = [  # heads, kv heads, head size
 FIRST_SHAPES = {(8, 1, 512): "here", (16, 1, 256): "apart", (10, 1, 128): "here", (4, 2, 64): "apart", (6, 2, 80): "here"}
 
 
-@on_cpu
 @pytest.mark.parametrize("heads, kv_heads, dim, combine", [
     pytest.param(*shape, combine, marks=() if FIRST_SHAPES.get(shape) == combine else pytest.mark.slow)
     for shape in SHAPES for combine in ("here", "apart")
@@ -343,27 +333,16 @@ def test_attention_is_exact_to_one_rounding_at_every_length(heads, kv_heads, dim
     assert not module.scratch["arrived"].any() and ("attend_combine" in launches(module)) == (combine == "apart")
 
 
-@on_cpu
-def test_attention_of_long_rows_and_few_blocks_goes_over_many_tiles():
-    module = cpu_module(multiprocessors=1)
-    n, heads, kv_heads, dim, places = 1, 4, 1, 64, 1000
-    q, keys, values = (random(n, heads, dim), random(n, kv_heads, places, dim, seed=1), random(n, kv_heads, places, dim, seed=2))
-    for position in (998, 200, 31):
-        out, positions = poisoned(n, heads * dim), torch.tensor([position])
+@pytest.mark.parametrize("heads, places, spread, multiprocessors", [(4, 1000, 1, 1), (2, 70, 30, 16)])
+def test_long_rows_in_few_blocks_and_large_scores_are_exact_too(heads, places, spread, multiprocessors):
+    module, q = cpu_module(multiprocessors=multiprocessors), random(1, heads, 64, spread=spread)
+    keys, values = random(1, 1, places, 64, seed=1, spread=spread), random(1, 1, places, 64, seed=2)
+    for position in (places - 1, places - 2, places // 5, 31):
+        out, positions = poisoned(1, heads * 64), torch.tensor([position])
         fused.attend(q, keys, values, positions, 1.0, None, out, None, module)
         assert fused_check.relative_error(out, fused_check.attend_exact(q, keys, values, positions, 1.0, None)) < 2.2e-3
 
 
-@on_cpu
-def test_large_scores_do_not_overflow():
-    module = cpu_module()
-    q, keys, values = random(1, 2, 64, spread=30), random(1, 1, 70, 64, seed=1, spread=30), random(1, 1, 70, 64, seed=2)
-    out, positions = poisoned(1, 128), torch.tensor([69])
-    fused.attend(q, keys, values, positions, 1.0, None, out, None, module)
-    assert fused_check.relative_error(out, fused_check.attend_exact(q, keys, values, positions, 1.0, None)) < 2.2e-3
-
-
-@on_cpu
 def test_the_same_input_gives_the_same_bits_whoever_arrives_last():
     outs = []
     for order in (0, 1, 9):
@@ -374,7 +353,6 @@ def test_the_same_input_gives_the_same_bits_whoever_arrives_last():
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
-@on_cpu
 def test_shapes_without_a_kernel_are_named_and_computed_in_torch():
     module = cpu_module()
     assert "float32" in fused.why_not(4, 2, 64, torch.float32) and "head of 24" in fused.why_not(4, 2, 24, torch.bfloat16)
@@ -394,7 +372,6 @@ def test_shapes_without_a_kernel_are_named_and_computed_in_torch():
     assert torch.equal(x, wanted) and not out.isnan().any() and not looked.isnan().any() and launches(module) == []
 
 
-@on_cpu
 def test_measuring_runs_every_kernel_and_its_torch_path():
     module, runs = cpu_module(), []
 
@@ -431,7 +408,6 @@ WRONG_ATTEND = [
 ]
 
 
-@on_cpu
 # A compiled source each: every third one by default.
 @pytest.mark.parametrize(
     "right, wrong, named",
@@ -448,7 +424,6 @@ def test_the_check_at_load_names_a_kernel_that_is_wrong(right, wrong, named):
     assert said is not None and named in said
 
 
-@on_cpu
 @pytest.mark.parametrize("barrier", [0, 1])
 def test_a_missing_barrier_of_attention_is_found(barrier):
     source = fused.source("attend.cu")

@@ -7,24 +7,19 @@ import torch
 
 import trimtab
 from tests import mobile_files, pico, quantized_files
-from tests.cuda_on_cpu import run
-from tests.cuda_on_cpu.modules import ATTEND_NAMES
-from tests.cuda_on_cpu.modules import rows as rows_module
+from tests.cuda_on_cpu import modules
 from tests.engine.decode.test_graphs import ASKED, answers, demo, joined, replayed  # noqa: F401 - replayed is a fixture
 from trimtab.engine.batched_lora import table as slots
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.decode import decode_step
 from trimtab.engine.formats.packed import MatmulTable
-from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels import device_kernels as kernels
-from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.tiers import streaming as tiers
 
-pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 # bfloat16: every product, norm and attention rounds once, in another order of sums than torch's.
 STEP_TOLERANCE = 2**-4
 
@@ -35,21 +30,9 @@ RANKS = {"a": 4, "b": 20}
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The kernels of both sources, compiled by g++, in place of those of a GPU."""
-    small = run.CpuModule(fused.source(), fused.NAMES)
-    fused.prepare(small)
-    products = run.CpuModule(matvec.source(), matvec.NAMES)
-    matvec.prepare(products)
-
-    def attention(module, options):
-        if options not in module.attention:
-            module.attention[options] = run.CpuModule(fused.source("attend.cu"), ATTEND_NAMES, options=options)
-        return module.attention[options]
-
-    both_ends = run.CpuModule(ends.source(), ends.NAMES)
-    ends.prepare(both_ends)
-    chosen = kernels.DeviceKernels(small, products, ends=both_ends)
+    few = {"multiprocessors": 4}
+    chosen = kernels.DeviceKernels(modules.small(**few), modules.products(**few), ends=modules.step_ends())
     monkeypatch.setattr(nvrtc, "why_not", lambda device: None)
-    monkeypatch.setattr(fused, "load_attention", attention)
     monkeypatch.setattr(decode_step.DeviceKernels, "none", staticmethod(lambda: chosen))
     return chosen
 
@@ -257,7 +240,7 @@ def test_a_step_of_ten_rows_from_the_kernels_is_the_modules(
         base = mobile_files.write(base, tmp_path / "file", rounds=False)
     elif form is not None:
         base = quantized_files.write(base, tmp_path / "file", form)[0]
-    on_cpu.rows = rows_module()
+    on_cpu.rows = modules.rows()
     if form is not None:
         on_cpu.rows.variant_names = ("rows_product_16", "rows_product_32", "rows_product_64", *["round_to_8"] * (form == "mobile"))
     quant = {} if form else {"quant": "nf4-dq"}
@@ -268,11 +251,11 @@ def test_a_step_of_ten_rows_from_the_kernels_is_the_modules(
         batch = joined(model, decode, asked, rows=10)
         if decode == "graph":  # on a CPU the operations themselves take the time, so modules are not covered there
             leaves = prompt_kernels.four_bit(model.hf_model)
-            modules = batch.steps._modules
+            plain = batch.steps._modules
 
             def covered(count, **more):
                 with model.adapter_store.applying(None, MatmulTable(many_rows.matmul(leaves, on_cpu.rows))):
-                    return modules(count, **more)
+                    return plain(count, **more)
 
             monkeypatch.setattr(batch.steps, "_modules", covered)
         for _ in range(2):

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.cuda_on_cpu import run
+from tests.cuda_on_cpu.modules import products
 from tests.engine.kernels.test_matvec import group_of
 from trimtab.engine.cuda import shipped_configs as launch_configs
-from trimtab.engine.cuda.shipped_configs import KernelLimits
+from trimtab.engine.cuda.nvrtc import KernelLimits
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import device_kernels as kernels
@@ -20,7 +21,6 @@ from trimtab.engine.kernels import layouts, selfcheck
 from trimtab.engine.kernels.device_kernels import DeviceKernels, Product
 from trimtab.errors import DeviceError
 
-pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 FITS = KernelLimits(registers=64, max_threads=1024, static_shared_bytes=0, local_bytes=0)
 TARGET = launch_configs.Target("a card", (9, 0), 4, 232448, "source")
 
@@ -28,8 +28,7 @@ TARGET = launch_configs.Target("a card", (9, 0), 4, 232448, "source")
 @pytest.fixture
 def module(monkeypatch):
     """The products on the CPU; the card and its files are the test's."""
-    made = run.CpuModule(matvec.source(), matvec.NAMES)
-    matvec.prepare(made)
+    made = products(multiprocessors=4)
     monkeypatch.setattr(run.CpuModule, "limits", lambda self, name: FITS, raising=False)
     monkeypatch.setattr(matvec, "target_of", lambda module: TARGET)
     monkeypatch.setattr(launch_configs, "shipped", lambda target: ({}, launch_configs.ESTIMATED))
@@ -171,12 +170,12 @@ def test_choosing_kernels_tunes_nothing(monkeypatch):
 
 
 def test_kernels_are_compiled_ahead_once_for_a_card_and_never_again_for_the_same_steps(product, monkeypatch):
-    checks, asked = kernels.KeptChecks(), []
+    checks, asked = kernels.CardEntries(), []
     leaf = SimpleNamespace(
         packed=lambda: product.groups[0][0], device=torch.device("cuda"), dtype=torch.bfloat16, quant_kind="nf4-dq"
     )
     leaf.in_features, leaf.out_features = product.groups[0][0].shape[1], product.groups[0][0].shape[0]
-    monkeypatch.setattr(kernels.KeptChecks, "of", lambda device: checks)
+    monkeypatch.setattr(kernels.CardEntries, "of", lambda device: checks)
 
     def compiled(*_, counts, others, **__):
         asked.append((counts, [one.name for one in others]))
@@ -234,7 +233,7 @@ def test_the_own_products_of_a_shape_are_timed_once_for_all_its_cuts(module, pro
 
 def test_layers_of_one_size_in_two_formats_are_timed_and_judged_each(module, monkeypatch):
     """A checkpoint may have attention in 8 and gate and up in 4 bits: a time under the size alone hides the other's."""
-    packed, checks, times = group_of((64,), 256)[0], kernels.KeptChecks(), {"int4-g128": (1.0, 9.0), "int8-g128": (7.0, 2.0)}
+    packed, checks, times = group_of((64,), 256)[0], kernels.CardEntries(), {"int4-g128": (1.0, 9.0), "int8-g128": (7.0, 2.0)}
     groups = [
         [SimpleNamespace(packed=lambda kind=kind: dataclasses.replace(packed, kind=kind), out_features=64, in_features=256,
                          quant_kind=kind, device=torch.device("cpu"), base=kind)] for kind in times

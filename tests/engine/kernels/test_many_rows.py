@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import rows as cpu_module
 from trimtab.engine.formats.bitsandbytes import quantize
@@ -13,7 +12,6 @@ from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import selfcheck
 from trimtab.engine.kernels.selfcheck import relative_error
 
-on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 TYPES = (torch.bfloat16, torch.float16)
 
 
@@ -25,7 +23,6 @@ def packed(quant, rows, columns, dtype=torch.bfloat16):
     return quantize(random(rows, columns, dtype=dtype) * 0.03, quant)
 
 
-@on_cpu
 @pytest.mark.parametrize("order", [0, 1, 7])  # of threads and blocks
 @pytest.mark.parametrize("quant", ["nf4-dq", "nf4", "fp4"])
 def test_a_product_of_many_rows_is_that_of_the_unpacked_weights(quant, order):
@@ -45,7 +42,6 @@ def test_a_product_of_many_rows_is_that_of_the_unpacked_weights(quant, order):
         assert relative_error(made, x.double() @ whole.T + added) < torch.finfo(dtype).eps / 2
 
 
-@on_cpu
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_row_has_its_own_adapter(dtype):
     module = cpu_module()
@@ -56,7 +52,6 @@ def test_every_row_has_its_own_adapter(dtype):
     assert {"rows_product_16", "rows_low", "rows_up"} <= set(launches(module))
 
 
-@on_cpu
 def test_adapters_over_any_layer_are_added_as_the_matrix_vector_kernels_add_them():
     module, n, wide, high = cpu_module(), 21, 100, 70
     slots = [(random(rank, wide) / 10, random(high, rank), 0.25) for rank in (3, 8, 20)]
@@ -70,7 +65,6 @@ def test_adapters_over_any_layer_are_added_as_the_matrix_vector_kernels_add_them
         assert float((made != wanted).float().mean()) < 0.01 and torch.equal(made[numbers < 0], y[numbers < 0])
 
 
-@on_cpu
 def test_a_kernel_that_takes_the_wrong_scale_is_found():
     text = many_rows.source().replace(" + chunk * 4 + block) >> 8", ") >> 8")
     assert text != many_rows.source()
@@ -111,7 +105,6 @@ def test_a_way_that_seems_slower_is_timed_again(monkeypatch):
     assert selfcheck.pair_us("ours", "theirs", None) == (6.0, 4.0) and count == ["ours", "theirs"] * 4
 
 
-@on_cpu
 @pytest.mark.parametrize(("shared_bytes", "tile"), [(64 * 1024, 16), (99 * 1024, 32), (227 * 1024, 64)])
 def test_more_rows_than_shared_memory_has_room_for_are_multiplied_in_pieces(shared_bytes, tile):
     module = cpu_module()

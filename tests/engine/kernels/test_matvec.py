@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.cuda_on_cpu import run
+from tests.cuda_on_cpu.modules import products
 from tests.long_runs import slow_on_cpu
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.formats.bitsandbytes import quantize
@@ -20,22 +21,30 @@ from trimtab.engine.formats.weights import dequantize, shell
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import autotune as tuning
 from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels.selfcheck import exact_changes
 from trimtab.engine.lora.layers import LinearAdapter
 from trimtab.errors import DeviceError
 
 H200 = {"multiprocessors": 132, "shared_bytes": 232448}
-needs_gxx = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 
 
 @pytest.fixture(scope="module")
 def modules():
     """The kernels on the CPU, threads and blocks forwards, backwards and shuffled."""
-    made = []
-    for order in (0, 1, 7):
-        module = run.CpuModule(matvec.source(), matvec.NAMES, order=order)
-        matvec.prepare(module)
-        made.append(module)
-    return made
+    return [products(order, multiprocessors=4) for order in (0, 1, 7)]
+
+
+def multiplied(modules, x, group, *, width=None, lora=None, **options):
+    """Return the product [n, width, or the outputs of all layers], to the bit the same of each of these modules."""
+    outs = []
+    for module in modules:
+        outs.append(torch.full((len(x), width or sum(one.shape[0] for one in group)), math.nan, dtype=x.dtype))
+        if lora is not None:
+            lora.low.fill_(math.nan)
+        matvec.matvec4(x, group, outs[-1], lora=lora, module=module, **options)
+        assert (module.scratch["parts"] == matvec.EMPTY).all()
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+    return outs[0]
 
 
 def packed_of(rows, columns, quant="nf4-dq", dtype=torch.bfloat16, seed=0):
@@ -60,6 +69,11 @@ def adapters_of(rows, columns, ranks):
 def exact(x, group, bias=()):
     y = x.double() @ torch.cat([matvec.decoded(packed, torch.float64) for packed in group]).T
     return y + torch.cat(bias).double() if bias else y
+
+
+def changed(x, adapters, slots):
+    """Return the changes of each row's adapter of layers over one input, in float64."""
+    return torch.cat([exact_changes(x, one, slots) for one in adapters], dim=1)
 
 
 # The torch path -------------------------------------------------------------------------------------------------------
@@ -194,10 +208,8 @@ def test_a_card_with_little_shared_memory_gets_more_cuts_along_k():
     assert cuts.cuts((2560,), 10240, 1, **small) and not cuts.cuts((2560,), 65536, 8, **small)
 
 
-@needs_gxx
-def test_a_product_that_fits_no_cut_is_a_named_error(modules):
-    module = run.CpuModule(matvec.source(), matvec.NAMES)
-    matvec.prepare(module)
+def test_a_product_that_fits_no_cut_is_a_named_error():
+    module = products()
     module.shared_bytes = 65536
     x, out = torch.zeros(1, 64).bfloat16(), torch.zeros(1, 16).bfloat16()
     with pytest.raises(DeviceError, match=r"no launch configuration of \[16\] x 64 for 1 rows"):
@@ -217,7 +229,6 @@ SHAPES = [
 ]
 
 
-@needs_gxx
 @pytest.mark.parametrize("rows, columns, n, quant, dtype", SHAPES)
 def test_products_agree_with_float64_and_with_torch(modules, rows, columns, n, quant, dtype):
     torch.manual_seed(3)
@@ -225,23 +236,16 @@ def test_products_agree_with_float64_and_with_torch(modules, rows, columns, n, q
     # Rows of very different size: one scale for all of them would lose the small ones.
     x = (torch.randn(n, columns) * torch.logspace(-3, 3, n)[:, None]).to(dtype)
     bias = [torch.randn(one).to(dtype) for one in rows]
-    outs = []
-    for module in modules:
-        out = torch.full((n, sum(rows)), math.nan, dtype=dtype)
-        matvec.matvec4(x, group, out, bias=bias, module=module)
-        outs.append(out)
-        assert (module.scratch["parts"] == matvec.EMPTY).all()
-    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
-    reference = torch.empty_like(outs[0])
+    out = multiplied(modules, x, group, bias=bias)
+    reference = torch.empty_like(out)
     matvec.matvec4_torch(x, group, reference, bias=bias)
     wanted = exact(x, group, bias)
     for i in range(n):
-        error, rounding = tuning.relative_error(outs[0][i], wanted[i]), tuning.relative_error(reference[i], wanted[i])
+        error, rounding = tuning.relative_error(out[i], wanted[i]), tuning.relative_error(reference[i], wanted[i])
         # Codes as float16 add up to 2^-12 of each weight.
         assert error < min(tuning.LARGEST_ERROR, rounding + 2.5e-4)
 
 
-@needs_gxx
 @pytest.mark.parametrize("n", [1, 7])
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_every_cut_gives_the_same_product(modules, n, splits):
@@ -254,8 +258,7 @@ def test_every_cut_gives_the_same_product(modules, n, splits):
     tried = {(cut.units, cut.k_warps, cut.groups, cut.piece): cut for cut in found if cut.units in (1, 2, 4, 8)}
     assert len(tried) >= 3
     for number, cut in enumerate(tried.values()):
-        out = torch.full((n, sum(rows)), math.nan, dtype=torch.bfloat16)
-        matvec.matvec4(x, group, out, module=modules[number % 3], cut=cut)
+        out = multiplied([modules[number % 3]], x, group, cut=cut)
         assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR, cut
 
 
@@ -264,7 +267,6 @@ def held(n, units, k_warps, pairs, chunk, splits, total):
     return dataclasses.replace(cut, shared_bytes=cut.needed_bytes(n))
 
 
-@needs_gxx
 @pytest.mark.parametrize(
     "rows, columns, quant, dtype, cut",
     [
@@ -283,22 +285,13 @@ def test_weights_held_in_registers_give_the_same_product(modules, rows, columns,
     adapters = adapters_of(rows, columns, [6, 0])
     lora = matvec.lora_args(adapters, torch.tensor([i % 3 - 1 for i in range(n)], dtype=torch.int32), 8)
     for given in (None, lora):
-        outs, low = [], lora.low.fill_(math.nan)
-        for module in modules:
-            outs.append(torch.full((n, sum(rows)), math.nan, dtype=dtype))
-            matvec.matvec4(x, group, outs[-1], bias=bias, lora=given, module=module, cut=cut)
-            assert (module.scratch["parts"] == matvec.EMPTY).all() and module.launches[-1] == "matvec_held"
-        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
-        wanted = exact(x, group, bias)
-        for i in range(n):
-            if given is not None and (slot := int(lora.row_slots[i])) == 0:
-                changes = [s * (B.double() @ (A.double() @ x[i].double())) for A, B, s in (one[slot] for one in adapters)]
-                wanted[i] += torch.cat(changes)
-            assert tuning.relative_error(outs[0][i], wanted[i]) < 1.5 * tuning.LARGEST_ERROR
-        assert low.isnan().any() or given is None
+        out = multiplied(modules, x, group, bias=bias, lora=given, cut=cut)
+        assert all(module.launches[-1] == "matvec_held" for module in modules)
+        wanted = exact(x, group, bias) + (0 if given is None else changed(x, adapters, lora.row_slots.tolist()))
+        assert all(tuning.relative_error(*pair) < 1.5 * tuning.LARGEST_ERROR for pair in zip(out, wanted, strict=True))
+        assert lora.low.isnan().any() or given is None
 
 
-@needs_gxx
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_a_gate_ends_a_product_whose_weights_are_held(modules, n):
     torch.manual_seed(14)
@@ -307,16 +300,13 @@ def test_a_gate_ends_a_product_whose_weights_are_held(modules, n):
     y = exact(x, group)
     act = torch.nn.functional.gelu(y[:, :48].float().bfloat16().float(), approximate="tanh").bfloat16()
     wanted = act.double() * y[:, 48:].bfloat16().double()
-    out = torch.full((n, 48), math.nan, dtype=torch.bfloat16)
-    cut = held(n, 4, 2, 2, 8, 1, 6)
-    matvec.matvec4(x, group, out, gate=matvec.Gate("gelu_tanh"), module=modules[2], cut=cut)
+    out = multiplied(modules[2:], x, group, width=48, gate=matvec.Gate("gelu_tanh"), cut=held(n, 4, 2, 2, 8, 1, 6))
     assert tuning.relative_error(out, wanted) < 2 * tuning.LARGEST_ERROR  # two products are rounded, act, and the end
     other = torch.randn(n, 48).bfloat16()
-    matvec.matvec4(x, group[:1], out, gate=matvec.Gate("gelu_tanh", other), module=modules[1], cut=held(n, 3, 1, 1, 8, 1, 3))
+    out = multiplied(modules[1:2], x, group[:1], gate=matvec.Gate("gelu_tanh", other), cut=held(n, 3, 1, 1, 8, 1, 3))
     assert tuning.relative_error(out, act.double() * other.double()) < 2 * tuning.LARGEST_ERROR
 
 
-@needs_gxx
 @pytest.mark.parametrize("n", [2, 6])
 @pytest.mark.parametrize("groups, k_warps", [(1, 5), (2, 2), (5, 1)])
 def test_a_ring_that_goes_round_many_times_gives_the_same_product(modules, n, groups, k_warps):
@@ -329,32 +319,22 @@ def test_a_ring_that_goes_round_many_times_gives_the_same_product(modules, n, gr
         cut = dataclasses.replace(cut, shared_bytes=cut.needed_bytes(n))
         if cut.shared_bytes > H200["shared_bytes"] or cut.stages > cuts.MOST_STAGES:
             continue
-        out = torch.full((n, 200), math.nan, dtype=torch.bfloat16)
-        matvec.matvec4(x, group, out, module=modules[stages % 3], cut=cut)
-        outs.append(out)
+        outs.append(multiplied([modules[stages % 3]], x, group, cut=cut))
     assert tuning.relative_error(outs[0], exact(x, group)) < tuning.LARGEST_ERROR
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-@needs_gxx
 def test_splits_add_their_parts_in_the_same_order_whoever_runs_first(modules):
     """Blocks run forwards, backwards and shuffled; the sum of six parts must not depend on it."""
     torch.manual_seed(5)
     group, x = group_of((48,), 1536), torch.randn(2, 1536).bfloat16()
     cut = next(cut for cut in cuts.cuts((48,), 1536, 2, **H200) if cut.splits == 6 and not cut.held)
-    outs = []
-    for module in modules:
-        out = torch.full((2, 48), math.nan, dtype=torch.bfloat16)
-        matvec.matvec4(x, group, out, module=module, cut=cut)
-        outs.append(out)
-        assert (module.scratch["parts"] == matvec.EMPTY).all()
-    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    multiplied(modules, x, group, cut=cut)
 
 
-@needs_gxx
 def test_zero_tiny_huge_and_broken_rows_do_not_touch_each_other(modules):
     torch.manual_seed(6)
-    group, module = group_of((32,), 256), modules[2]
+    group = group_of((32,), 256)
     x = torch.randn(7, 256).bfloat16()
     x[1] = 0
     x[2] *= 1e-37
@@ -362,15 +342,12 @@ def test_zero_tiny_huge_and_broken_rows_do_not_touch_each_other(modules):
     x[4, 5] = math.inf
     x[5, 9] = math.nan
     x[6, 1:] *= 2**-20  # one value far above all others
-    out = torch.full((7, 32), math.nan, dtype=torch.bfloat16)
-    matvec.matvec4(x, group, out, module=module)
-    wanted = exact(x, group)
+    out, wanted = multiplied(modules[2:], x, group), exact(x, group)
     for i in (0, 2, 3, 6):
         assert tuning.relative_error(out[i], wanted[i]) < tuning.LARGEST_ERROR, i
     assert torch.equal(out[1], torch.zeros(32).bfloat16()) and not out[4].isfinite().any() and not out[5].isfinite().any()
 
 
-@needs_gxx
 def test_rows_and_outputs_may_be_parts_of_larger_tensors(modules):
     torch.manual_seed(7)
     group, module = group_of((24, 40), 128), modules[1]
@@ -380,33 +357,29 @@ def test_rows_and_outputs_may_be_parts_of_larger_tensors(modules):
     assert (into[:, :20] == 7).all() and (into[:, 84:] == 7).all()
 
 
-@needs_gxx
 def test_layers_with_other_code_tables_are_launched_alone(modules):
     group = [packed_of(32, 128, seed=1), packed_of(16, 128, seed=2)]  # each with its own copy
     module, x = modules[0], torch.randn(2, 128).bfloat16()
     adapters = adapters_of([32, 16], 128, [4])
     lora = matvec.lora_args(adapters, torch.tensor([0, -1], dtype=torch.int32), 4)
-    out, wanted = (torch.full((2, 48), math.nan, dtype=torch.bfloat16) for _ in range(2))
-    before = len(module.launches)
-    matvec.matvec4(x, group, out, lora=lora, module=module)
+    before, wanted = len(module.launches), torch.full((2, 48), math.nan, dtype=torch.bfloat16)
+    out = multiplied([module], x, group, lora=lora)
     assert module.launches[before:] == ["matvec_4", "matvec_4"]
     matvec.matvec4_torch(x, group, wanted, lora=lora)
     assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR
 
 
-@needs_gxx
 def test_layers_with_and_without_scales_of_scales_are_launched_alone(modules):
     group = [packed_of(32, 256, "nf4-dq"), packed_of(16, 256, "nf4")]
     group[1] = group[1].with_parts(group[1].parts, {"code": group[0].codes["code"]})
     module, x = modules[0], torch.randn(2, 256).bfloat16()
-    out, before = torch.full((2, 48), math.nan, dtype=torch.bfloat16), len(module.launches)
-    matvec.matvec4(x, group, out, module=module)
+    before, out = len(module.launches), multiplied([module], x, group)
     assert module.launches[before:] == ["matvec_4", "matvec_4"]
     assert tuning.relative_error(out, exact(x, group)) < tuning.LARGEST_ERROR
 
 
 @pytest.mark.slow  # half a minute on two busy cores: compiles the source again and runs every kind of cut
-@needs_gxx
+@pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 def test_nothing_is_read_or_written_beyond_its_end():
     """Every tensor at the edge of a closed page, in a process of its own, which a wrong access ends."""
     done = subprocess.run([sys.executable, "-m", "tests.engine.kernels.fenced_matvec"], capture_output=True, text=True, timeout=300)
@@ -417,7 +390,6 @@ def test_nothing_is_read_or_written_beyond_its_end():
 # LoRA in the kernels --------------------------------------------------------------------------------------------------
 
 
-@needs_gxx
 @pytest.mark.parametrize(("dtype", "splits"), [
     (torch.bfloat16, 2), (torch.float16, 1), slow_on_cpu(torch.bfloat16, 1), slow_on_cpu(torch.float16, 2),
 ])  # fmt: skip
@@ -454,7 +426,6 @@ def test_each_row_uses_its_own_adapter(modules, dtype, splits):
         assert not torch.equal(out[0], plain[0])
 
 
-@needs_gxx
 @pytest.mark.parametrize("rows, cut", [
     pytest.param((48, 16, 17), None, marks=pytest.mark.slow), ((48, 48), held(8, 6, 1, 2, 8, 2, 6)), slow_on_cpu((48, 48), None),
 ])  # fmt: skip
@@ -473,9 +444,7 @@ def test_fixed_ranks_give_a_row_the_same_bits_beside_larger_adapters(modules, ro
     def row_0(own, other, *, is_fixed, module):
         slots = torch.tensor([own] + [other] * (n - 1), dtype=torch.int32)
         lora = dataclasses.replace(matvec.lora_args(adapters, slots, 64), is_fixed=is_fixed)
-        out = torch.full((n, 48 if gate else sum(rows)), math.nan, dtype=torch.bfloat16)
-        matvec.matvec4(x, group, out, lora=lora, gate=gate, module=module, cut=cut)
-        return out[0]
+        return multiplied([module], x, group, width=48 if gate else None, lora=lora, gate=gate, cut=cut)[0]
 
     for own in (0, 1, 3):
         found = [row_0(own, other, is_fixed=True, module=module) for other, module in zip((-1, 0, 2), modules, strict=True)]
@@ -484,11 +453,9 @@ def test_fixed_ranks_give_a_row_the_same_bits_beside_larger_adapters(modules, ro
     assert all(differ)  # else this test could not fail
 
 
-@needs_gxx
 def test_fixed_ranks_make_a_x_in_the_same_order_beside_larger_adapters():
     """Beside rank 64 a block makes several values of A x at once, each of fewer threads."""
-    module = run.CpuModule(matvec.source(), matvec.NAMES, multiprocessors=64)
-    matvec.prepare(module)
+    module = products(multiprocessors=64)
     torch.manual_seed(3)
     rows, columns, n = (64 * 16,), 512, 4
     group, x = group_of(rows, columns), torch.randn(n, columns).bfloat16()
@@ -508,7 +475,6 @@ def test_fixed_ranks_make_a_x_in_the_same_order_beside_larger_adapters():
     assert not torch.equal(a_x(0, is_fixed=False), a_x(1, is_fixed=False))  # else this test could not fail
 
 
-@needs_gxx
 @pytest.mark.parametrize(
     "ranks", [[64, 24, 0], *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ([8, 4, 72], [33, 6, 64]))]
 )
@@ -535,31 +501,21 @@ def test_high_ranks_take_several_values_a_block_and_several_threads_an_output(mo
         adapters[1][1] = None
     for width in (72, 75):  # rows of `low` that are not aligned
         lora = matvec.lora_args(adapters, torch.tensor(slots, dtype=torch.int32), width)
-        outs, gate = [], matvec.Gate("gelu_tanh") if paired else None
-        for module in modules:
-            outs.append(torch.full((n, 48 if paired else sum(rows)), math.nan, dtype=torch.bfloat16))
-            lora.low.fill_(math.nan)
-            matvec.matvec4(x, group, outs[-1], lora=lora, gate=gate, module=module, cut=cut)
-        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
-        wanted = exact(x, group).bfloat16().double()
+        gate = matvec.Gate("gelu_tanh") if paired else None
+        out = multiplied(modules, x, group, width=48 if paired else None, lora=lora, gate=gate, cut=cut)
+        wanted = exact(x, group).bfloat16().double() + changed(x, adapters, slots).bfloat16().double()
         for i, slot in enumerate(slots):
-            start = 0
-            for m, size in enumerate(rows):
-                if slot >= 0 and (adapter := adapters[m][slot]) is not None:
-                    A, B, scale = adapter
-                    change = scale * (B.double() @ (A.double() @ x[i].double()))
-                    wanted[i, start : start + size] += change.bfloat16().double()
-                    low = A.double() @ x[i].double()
-                    torch.testing.assert_close(lora.low[i, m, : len(A)].double(), low, rtol=1e-4, atol=1e-4)
-                start += size
+            for m, own in enumerate(adapters):
+                if slot >= 0 and own[slot] is not None:
+                    low = own[slot][0].double() @ x[i].double()
+                    torch.testing.assert_close(lora.low[i, m, : len(low)].double(), low, rtol=1e-4, atol=1e-4)
         if paired:
             act = torch.nn.functional.gelu(wanted[:, :48].float().bfloat16().float(), approximate="tanh").bfloat16()
             wanted = act.double() * wanted[:, 48:].bfloat16().double()
         for i in range(n):
-            assert tuning.relative_error(outs[0][i], wanted[i]) < (3 if paired else 1.5) * tuning.LARGEST_ERROR
+            assert tuning.relative_error(out[i], wanted[i]) < (3 if paired else 1.5) * tuning.LARGEST_ERROR
 
 
-@needs_gxx
 @pytest.mark.parametrize(("kind", "splits", "n"), [
     *((kind, 1, 5) for kind in fused.ACTIVATIONS), (fused.ACTIVATIONS[0], 2, 1),
     *(slow_on_cpu(kind, *case) for kind in fused.ACTIVATIONS for case in ((1, 1), (2, 5))),
@@ -595,7 +551,6 @@ def test_gate_and_product_are_one_launch(modules, n, kind, splits):
         assert (module.scratch["parts"] == matvec.EMPTY).all()
 
 
-@needs_gxx
 def test_the_change_is_rounded_before_it_is_added(modules):
     """256 and a change of 1.0039: rounded first it is 1, and 257 rounds to 256; not rounded first, 257.0039 gives 258."""
     x = torch.zeros(1, 64).bfloat16()
@@ -613,7 +568,6 @@ def test_the_change_is_rounded_before_it_is_added(modules):
 OUTPUTS = (200, 64, 17)
 
 
-@needs_gxx
 @pytest.mark.parametrize("round_change", [False, True])
 @pytest.mark.parametrize(
     "columns, ranks, slots, shifted",
@@ -653,23 +607,14 @@ def test_the_change_of_layers_of_another_kind(modules, columns, ranks, slots, sh
         assert module.launches[before:] == ["lora_add"] * (3 if n <= 8 else 6)
         outs.append(y)
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
-    wanted, changed = wide.double(), torch.zeros(n, sum(OUTPUTS), dtype=torch.bool)
-    for i, slot in enumerate(slots):
-        start = 0
-        for m, width in enumerate(OUTPUTS):
-            if slot >= 0 and (adapter := adapters[m][slot]) is not None:
-                A, B, scale = adapter
-                change = scale * (B.double() @ (A.double() @ x[i].double()))
-                wanted[i, start : start + width] += change.to(dtype).double() if round_change else change
-                changed[i, start : start + width] = True
-            start += width
-    assert torch.equal(outs[0][~changed], wide[~changed])
+    change = changed(x, adapters, slots)
+    wanted = wide.double() + (change.to(dtype).double() if round_change else change)
+    assert torch.equal(outs[0][change == 0], wide[change == 0])
     # One rounding of the sum, and where two float32 sums lie on both sides of one, a step of the change's rounding.
     assert (outs[0] == wanted.to(dtype)).float().mean() > 0.99
     torch.testing.assert_close(outs[0].double(), wanted, rtol=2**-7, atol=2e-2)
 
 
-@needs_gxx
 def test_values_of_a_x_that_are_no_numbers_reach_every_output(modules):
     """NaN with all bits set means that a value is not there yet: a value that is such a NaN must not be waited for."""
     x = torch.zeros(1, 64).bfloat16()
@@ -680,7 +625,6 @@ def test_values_of_a_x_that_are_no_numbers_reach_every_output(modules):
         assert y.isnan().all()
 
 
-@needs_gxx
 def test_tables_may_be_parts_of_the_models_table(modules):
     """The slots of a model are one table [layers, slots]; a group's is a slice of it, not at its beginning."""
     torch.manual_seed(10)
@@ -691,13 +635,11 @@ def test_tables_may_be_parts_of_the_models_table(modules):
         whole.A_ptr[1:3], whole.B_ptr[1:3], whole.rank[1:3], whole.scale[1:3], whole.row_slots, torch.zeros(2, 2, 6), adapters
     )
     x = torch.randn(2, columns).bfloat16()
-    out, wanted = (torch.full((2, 48), math.nan, dtype=torch.bfloat16) for _ in range(2))
-    matvec.matvec4(x, group, out, lora=lora, module=modules[0])
+    out, wanted = multiplied(modules[:1], x, group, lora=lora), torch.full((2, 48), math.nan, dtype=torch.bfloat16)
     matvec.matvec4_torch(x, group, wanted, lora=lora)
     assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR
 
 
-@needs_gxx
 def test_the_check_at_load_finds_a_kernel_that_is_wrong(modules, monkeypatch):
     group = group_of((32, 16), 128)
     assert tuning.check(group, modules[0], rows=(1, 3)) is None
@@ -714,7 +656,6 @@ def test_the_check_at_load_finds_a_kernel_that_is_wrong(modules, monkeypatch):
     assert "relative error inf" in tuning.check(group, modules[0], rows=(1,))
 
 
-@needs_gxx
 @pytest.mark.parametrize("columns", [128, 384, 1664])
 def test_the_check_at_load_takes_a_product_with_one_output(modules, monkeypatch, columns):
     """A shared expert's gate. In these widths terms of the first row cancel: a rounding is much of what is left."""
@@ -728,7 +669,6 @@ def test_the_check_at_load_takes_a_product_with_one_output(modules, monkeypatch,
     assert "relative error" in tuning.check(group, modules[0], rows=(1, 3, 8))
 
 
-@needs_gxx
 @pytest.mark.parametrize(
     "rows, cut, paired, scaled, followed, form",
     [
@@ -782,11 +722,9 @@ def test_a_norm_is_part_of_a_product_only_where_a_block_has_whole_rows():
     assert not next(cut for cut in cuts.cuts((48,), 1536, 2, **H200) if not cut.held).may_be_normed
 
 
-@needs_gxx
 @pytest.mark.parametrize("spoiled", ["plain", "with adapters", "refused", None])
 def test_tuning_keeps_the_fastest_cut_that_computes_the_product(modules, monkeypatch, spoiled):
-    module = run.CpuModule(matvec.source(), matvec.NAMES)
-    matvec.prepare(module)
+    module = products(multiprocessors=4)
     groups = [group_of((64,), 512)]
     real, asked = matvec.matvec4, []
 

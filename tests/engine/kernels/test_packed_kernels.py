@@ -8,9 +8,10 @@ import torch
 
 import trimtab
 from tests import gguf_files, mobile_files, pico, quantized_files
-from tests.cuda_on_cpu import run
+from tests.cuda_on_cpu import modules
 from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
 from tests.engine.kernels.test_fused_kernels import STEP_TOLERANCE, on_cpu  # noqa: F401 - on_cpu is a fixture
+from tests.engine.kernels.test_matvec import changed, multiplied
 from trimtab.engine.batched_lora import columns as extended
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.formats import mobile
@@ -22,7 +23,6 @@ from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import layouts
 from trimtab.formats.kernels import LAYOUTS
 
-pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 CPU = torch.device("cpu")
 BF16, HALF = torch.bfloat16, torch.float16
 FORMS = {
@@ -35,9 +35,7 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def products():
-    module = run.CpuModule(matvec.source(), matvec.NAMES, order=7)
-    matvec.prepare(module)
-    return module
+    return modules.products(7, multiprocessors=4)
 
 
 def weights_of(form, rows, columns, dtype=BF16):
@@ -80,13 +78,9 @@ def test_a_product_and_its_adapters_agree_with_float64(products, form, columns, 
     for rank, places in ((0, None), (6, torch.tensor([i % 3 - 1 for i in range(n)], dtype=torch.int32))):
         pair = [[(torch.randn(rank, columns) / columns**0.5, torch.randn(one, rank), 0.5)] * 2 for one in (20, 40)]
         lora = None if places is None else matvec.lora_args(pair, places, rank)
-        out, own = (torch.full((n, 60), math.nan, dtype=BF16) for _ in range(2))
-        matvec.matvec4(x, group, out, lora=lora, module=products)
+        out, own = multiplied([products], x, group, lora=lora), torch.empty(n, 60, dtype=BF16)
         matvec.matvec4(x, group, own, lora=lora, module=None)
-        wanted = exact(x, group)
-        for i in range(n if places is not None else 0):
-            if places[i] >= 0:
-                wanted[i] += torch.cat([0.5 * (B.double() @ (A.double() @ x[i].double())) for ((A, B, _), _) in pair])
+        wanted = exact(x, group) + (0 if places is None else changed(x, pair, places.tolist()))
         assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR
         # Sums in another order: a few values are a step of bfloat16 away; more where weights are scaled in float16. The inputs are
         # of no fixed seed: five standard deviations of a share of as many outputs are allowed above it.
@@ -102,8 +96,7 @@ def test_a_product_and_its_adapters_agree_with_float64(products, form, columns, 
 def test_weights_held_in_registers_give_the_same_product(products, form, n):
     group, x = weights_of(form, [64], 512), torch.randn(n, 512).bfloat16()
     cut = next(one for one in matvec.ways(group, n, products) if one.held and one.splits == 2)
-    out = torch.full((n, 64), math.nan, dtype=BF16)
-    matvec.matvec4(x, group, out, module=products, cut=cut)
+    out = multiplied([products], x, group, cut=cut)
     assert products.launches[-1] == "matvec_held" and cut.layout == layouts.layout(group[0]) != "nf4"
     assert tuning.relative_error(out, exact(x, group)) < tuning.LARGEST_ERROR
 
@@ -137,21 +130,18 @@ def test_minima_far_above_scales_and_scales_of_nothing_are_computed(products):
     heads = packed.parts["scale"].view(-1, 16)
     for first, (d, least) in enumerate(((0.0, 0.01), (1e-6, -0.02), (0.0, 0.0), (-0.01, 0.0), (6e-8, 6e-8))):
         heads[first::6, :4] = torch.tensor([d, least], dtype=HALF).view(torch.uint8)
-    x, out = torch.randn(3, 512).bfloat16(), torch.full((3, 32), math.nan, dtype=BF16)
-    matvec.matvec4(x, [packed], out, module=products)
-    assert tuning.relative_error(out, exact(x, [packed])) < tuning.LARGEST_ERROR
+    x = torch.randn(3, 512).bfloat16()
+    assert tuning.relative_error(multiplied([products], x, [packed]), exact(x, [packed])) < tuning.LARGEST_ERROR
 
 
 @pytest.mark.parametrize("form, other", [("q4_k", "q6_k"), ("int4-g128-idx", "int4-g128")])
 def test_weights_of_several_formats_or_orders_over_one_input_take_a_launch_each(products, form, other, monkeypatch):
     group = [weights_of(one, [rows], 512)[0] for one, rows in ((form, 40), (form, 20), (other, 24))]
-    x, out, before = torch.randn(2, 512).bfloat16(), torch.full((2, 84), math.nan, dtype=BF16), len(products.launches)
+    x, before = torch.randn(2, 512).bfloat16(), len(products.launches)
     pair = [[(torch.randn(4, 512) / 24, torch.randn(one, 4), 0.5)] for one in (40, 20, 24)]
     lora = matvec.lora_args(pair, torch.tensor([0, -1], dtype=torch.int32), 4)
-    matvec.matvec4(x, group, out, lora=lora, module=products)
-    wanted = exact(x, group)
-    wanted[0] += torch.cat([0.5 * (B.double() @ (A.double() @ x[0].double())) for ((A, B, _),) in pair])
-    assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR
+    out = multiplied([products], x, group, lora=lora)
+    assert tuning.relative_error(out, exact(x, group) + changed(x, pair, (0, -1))) < tuning.LARGEST_ERROR
     assert products.launches[before:] == ["in_order"] * form.endswith("idx") + ["matvec_4"] * 2
     assert layouts.runs(group) == [slice(0, 2), slice(2, 3)]
     monkeypatch.setitem(products.products.chosen, matvec.cut_key(group[:2], 2), SimpleNamespace(normed=True))
@@ -163,8 +153,7 @@ def test_a_check_finds_a_product_that_reads_bits_above_of_a_neighbour(products):
     read = "return {low, From::read_8(own + t * 8)};"
     source = matvec.source().replace(read, "{ const uint2 v = From::read_8(own + t * 8); return {low, make_uint2(v.y, v.x)}; }")
     assert source != matvec.source()
-    wrong = run.CpuModule(source, matvec.NAMES, order=7)
-    matvec.prepare(wrong)
+    wrong = modules.products(7, source=source)
     group = weights_of("q6_k", [16], 256)
     assert tuning.check(group, products, rows=(1,)) is None and "relative error" in str(tuning.check(group, wrong, rows=(1,)))
 
@@ -198,20 +187,20 @@ def test_scales_that_float16_products_cannot_hold_are_said():
 
 @pytest.fixture(scope="module")
 def prompts():
-    module = run.CpuModule(prompt_kernels.source(), prompt_kernels.NAMES, order=1)
+    module = modules.prompts(1)
     module.variant_names = ("unpack_plain", "unpack_columns_plain")
     return module
 
 
 @pytest.mark.parametrize("form", ["mobile2-row-a8", "nvfp4-g16", "int4-g128-idx"])
 def test_a_product_of_a_prompt_rounds_as_the_layer_does(form):
-    module = run.CpuModule(prompt_kernels.source(), prompt_kernels.NAMES, order=1)
+    module = modules.prompts(1)
     module.variant_names = ("unpack_plain", *["round_to_8"] * form.startswith("mobile"))
     (packed,) = weights_of(form, [40], 512)
     kernels = prompt_kernels.PromptKernels(module, unpacks=True, _weights={BF16: torch.empty(40 * 512, dtype=BF16)})
     x, bias = torch.randn(1, 9, 512).bfloat16(), torch.randn(40).bfloat16()
     x[0, 4, 7] = torch.nan  # stays one, through both roundings
-    made, wanted = kernels.product(SimpleNamespace(packed=lambda: packed, bias=bias), x), shell(packed, bias, BF16)(x)
+    made, wanted = kernels.product([SimpleNamespace(packed=lambda: packed, bias=bias)], x), shell(packed, bias, BF16)(x)
     made = made.view_as(wanted)
     assert made[0, 4].isnan().all() and torch.equal(made.nan_to_num(0.5), wanted.nan_to_num(0.5))
     assert ("round_to_8" in module.launches) == form.startswith("mobile")
@@ -236,7 +225,7 @@ def test_unpacked_weights_have_the_bits_of_the_format(prompts, form, columns, dt
 @pytest.mark.parametrize("form, columns", [("mobile2-row", 320), ("mobile4-g256", 512), ("q6_k", 256), ("int4-g32", 64)])
 def test_rows_of_a_packed_table_have_the_bits_of_the_format(form, columns):
     """An id that the table has no row for gives values that are not numbers."""
-    module = run.CpuModule(prompt_kernels.source(), prompt_kernels.NAMES, order=1)
+    module = modules.prompts(1)
     module.variant_names = ("unpack_rows",)
     packed = tuning.RandomWeights(CPU, quant=form).make(40, columns)
     ids = torch.tensor([39, 0, 7])
@@ -259,7 +248,7 @@ def test_groups_that_end_within_a_row_are_unpacked_by_torch(prompts):
     ("q6_k", 9, HALF), *((f"mobile{bits}-row-a8", n, BF16) for bits, n in ((2, 9), (4, 33), (8, 17))), ("nvfp4-g16", 17, BF16),
 ])  # fmt: skip
 def test_a_product_of_many_rows_is_that_of_the_unpacked_weights(form, n, dtype):
-    module = run.CpuModule(many_rows.source(), many_rows.NAMES, order=7)
+    module = modules.rows(7)
     module.variant_names = ("rows_product_16", "rows_product_32", "rows_product_64", *["round_to_8"] * form.startswith("mobile"))
     own = dtype if form.endswith("f32") else FORMS[form]
     group = weights_of(form, [130, 24], 512, own)

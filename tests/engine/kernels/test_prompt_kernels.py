@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import prompts as cpu_module
 from tests.engine.kernels.test_many_rows import random
-from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.cuda.check_cache import CardEntries
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import MatmulTable
 from trimtab.engine.formats.weights import dequantize
@@ -22,7 +21,6 @@ from trimtab.engine.lora import layers as lora
 from trimtab.engine.lora.store import EAGER, AdapterStore, Selection
 from trimtab.errors import DeviceError
 
-on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 TYPES = (torch.bfloat16, torch.float16)
 ORDERS = (0, 1, 7)  # of threads and blocks
 
@@ -31,10 +29,14 @@ def packed(quant, shape=(96, 320), dtype=torch.bfloat16):
     return quantize(random(*shape, dtype=dtype), quant)
 
 
+def leaf(rows, columns, quant="nf4", store=None):
+    common = {"bias": None, "device": torch.device("cpu"), "dtype": torch.bfloat16, "store": store or AdapterStore()}
+    return ResidentLeaf("a", packed(quant, (rows, columns)), **common)
+
+
 OLD_BITSANDBYTES = tuple(int(part) for part in version("bitsandbytes").split(".")[:2]) < (0, 50)
 
 
-@on_cpu
 @pytest.mark.parametrize("quant", ["nf4-dq", "nf4", "fp4"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_an_unpacked_weight_is_bitsandbytes_own(quant, dtype):
@@ -50,7 +52,6 @@ def test_an_unpacked_weight_is_bitsandbytes_own(quant, dtype):
         assert set(launches(module)) == {"unpack_plain" if quant in ("nf4", "fp4") else "unpack_nested"}
 
 
-@on_cpu
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_lora_of_many_tokens_is_the_sum_of_its_products(dtype):
     for order in ORDERS:
@@ -69,7 +70,6 @@ def test_a_lora_of_many_tokens_is_the_sum_of_its_products(dtype):
         assert set(launches(module)) == {"lora_low", "lora_up", *(["lora_low_tensor"] if dtype == torch.bfloat16 else [])}
 
 
-@on_cpu
 def test_a_block_adds_as_many_tokens_as_leave_enough_blocks(monkeypatch):
     monkeypatch.setattr(prompt_kernels, "_BLOCKS", 1)
     module = cpu_module()
@@ -79,7 +79,6 @@ def test_a_block_adds_as_many_tokens_as_leave_enough_blocks(monkeypatch):
     assert float((made - wanted).norm() / wanted.norm()) < 2 * torch.finfo(torch.bfloat16).eps
 
 
-@on_cpu
 def test_rows_that_lie_apart_are_read_and_written_where_they_are():
     module = cpu_module()
     x, y = random(9, 128, dtype=torch.bfloat16)[:, :64], random(9, 96, dtype=torch.bfloat16)[:, :32]
@@ -90,7 +89,6 @@ def test_rows_that_lie_apart_are_read_and_written_where_they_are():
     assert len(rest) == len(y.untyped_storage().tolist()) and launches(module).count("lora_up") == 2
 
 
-@on_cpu
 def test_shapes_that_the_kernels_do_not_know_are_torchs():
     module = cpu_module()
     A, B, x, y = random(8, 62), random(33, 8), random(5, 62, dtype=torch.bfloat16), random(5, 33, dtype=torch.bfloat16)
@@ -101,7 +99,6 @@ def test_shapes_that_the_kernels_do_not_know_are_torchs():
     assert launches(module) == []
 
 
-@on_cpu
 @pytest.mark.slow
 def test_a_kernel_that_is_wrong_is_found():
     for before, after in (
@@ -117,49 +114,34 @@ def test_a_kernel_that_is_wrong_is_found():
     assert wrong_add(cpu_module(), torch.bfloat16, tokens=(1, 9)) is None
 
 
-@on_cpu
 def test_a_layer_multiplies_with_the_weight_that_is_unpacked_for_it():
     module, store = cpu_module(), AdapterStore()
-    leaves = [
-        ResidentLeaf(f"layer.{number}", quantize(random(96, 128, dtype=torch.bfloat16, seed=number), "nf4-dq"), bias=None,
-                     device=torch.device("cpu"), dtype=torch.bfloat16, store=store)
-        for number in range(2)
-    ]  # fmt: skip
+    leaves = [leaf(96, 128, "nf4-dq", store=store) for _ in range(2)]
     many, few = random(1, 12, 128, dtype=torch.bfloat16), random(1, 4, 128, dtype=torch.bfloat16)
     kernels = PromptKernels(module, unpacks=True)
     kernels.reserve(leaves)
-    plain = [leaf(few) for leaf in leaves]
+    plain = [one(few) for one in leaves]
     with store.applying(None, MatmulTable(kernels.matmul(leaves))), torch.no_grad():
-        for leaf, before in zip(leaves, plain, strict=True):
-            assert torch.equal(leaf(many), torch.nn.functional.linear(many, dequantize(leaf.packed())))
-            assert torch.equal(leaf(few), before)
+        for one, before in zip(leaves, plain, strict=True):
+            assert torch.equal(one(many), torch.nn.functional.linear(many, dequantize(one.packed())))
+            assert torch.equal(one(few), before)
     assert launches(module) == ["unpack_nested"] * 2
 
 
-@on_cpu
 def test_an_adapter_of_many_ranks_stays_with_torch():
     module, store = cpu_module(), AdapterStore()
-    leaf = ResidentLeaf(
-        "layer", quantize(random(96, 128, dtype=torch.bfloat16), "nf4-dq"), bias=None, device=torch.device("cpu"),
-        dtype=torch.bfloat16, store=store,
-    )  # fmt: skip
-    x = random(1, 12, 128, dtype=torch.bfloat16)
-    base = leaf(x)
+    layer, x = leaf(96, 128, "nf4-dq", store=store), random(1, 12, 128, dtype=torch.bfloat16)
+    base = layer(x)
     adapters = PromptKernels(module, adds=True).adapters()
     for rank, expected in ((prompt_kernels.PAYING_RANK, 2), (prompt_kernels.PAYING_RANK + 1, 0)):
         module.launches.clear()
-        leaf.adapters["a"] = lora.LinearAdapter("language", 0.5, random(rank, 128), random(96, rank))
+        layer.adapters["a"] = lora.LinearAdapter("language", 0.5, random(rank, 128), random(96, rank))
         store.selection, store.applier = Selection("a"), adapters
-        found = leaf(x)
+        found = layer(x)
         store.applier = EAGER
         assert len(launches(module)) == expected
-        assert float((found.float() - leaf(x).float()).abs().max()) <= 2**-7 * float(leaf(x).float().abs().max())
+        assert float((found.float() - layer(x).float()).abs().max()) <= 2**-7 * float(layer(x).float().abs().max())
         assert not torch.equal(found, base)
-
-
-def leaf(rows, columns, quant="nf4"):
-    common = {"bias": None, "device": torch.device("cpu"), "dtype": torch.bfloat16, "store": AdapterStore()}
-    return ResidentLeaf("a", packed(quant, (rows, columns)), **common)
 
 
 def test_kernels_are_tried_on_a_layer_that_leaves_room(monkeypatch):
@@ -181,10 +163,10 @@ def test_kernels_are_tried_on_a_layer_that_leaves_room(monkeypatch):
 )
 def test_what_a_model_has_no_layers_for_is_no_fallback_and_is_not_checked_again(monkeypatch, layers, unpacks, reasons):
     made = {"none": lambda: nn.Linear(8, 8), "nf4": lambda: leaf(64, 64), "odd": lambda: leaf(3, 2)}
-    decoder, checked, kept = nn.ModuleList([made[kind]() for kind in layers]), [], KeptChecks()
+    decoder, checked, kept = nn.ModuleList([made[kind]() for kind in layers]), [], CardEntries()
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=64))
     model = SimpleNamespace(get_decoder=lambda: decoder, config=config)
-    monkeypatch.setattr(KeptChecks, "of", classmethod(lambda cls, device: kept))
+    monkeypatch.setattr(CardEntries, "of", classmethod(lambda cls, device: kept))
     monkeypatch.setattr(prompt_kernels, "load", lambda device: "module")
     for name in ("wrong_unpack", "wrong_add", "wrong_add_rows"):
         monkeypatch.setattr(prompt_kernels, name, lambda *given, name=name: checked.append(name))
@@ -205,7 +187,7 @@ def test_a_layer_that_cannot_be_opened_leaves_the_kernels_out_and_no_answer(monk
     decoder = nn.ModuleList([leaf(64, 64)])
     text = refuse if where == "width" else lambda: SimpleNamespace(hidden_size=64)
     model = SimpleNamespace(get_decoder=lambda: decoder, config=SimpleNamespace(get_text_config=text))
-    monkeypatch.setattr(KeptChecks, "of", classmethod(lambda cls, device: KeptChecks()))
+    monkeypatch.setattr(CardEntries, "of", classmethod(lambda cls, device: CardEntries()))
     monkeypatch.setattr(prompt_kernels, "load", lambda device: "module")
     if where != "width":
         monkeypatch.setattr(prompt_kernels.layouts if where == "scale_type" else prompt_kernels, where, refuse)

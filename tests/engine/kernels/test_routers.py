@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.cuda_on_cpu import run
+from tests.cuda_on_cpu.modules import small
 from trimtab.engine.families.decoder import ROUTES, Experts
 from trimtab.engine.families.mixture import routed
 from trimtab.engine.kernels import attention_and_norms as fused
@@ -13,12 +13,11 @@ from trimtab.engine.kernels import routers
 from trimtab.engine.kernels.routers import Choice
 from trimtab.engine.kernels.selfcheck import relative_error
 
-on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 BF16, HALF = torch.bfloat16, torch.float16
 
 
 def kernels(source=None):
-    return run.CpuModule(source or fused.source(), fused.NAMES)
+    return small(source=source)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,6 @@ def router(name, count, width, chosen, dtype):
     return made.to(dtype)
 
 
-@on_cpu
 @pytest.mark.parametrize("dtype", [BF16, HALF])
 @pytest.mark.parametrize("name", sorted(ROUTES))
 @pytest.mark.parametrize("count, width, chosen", [(128, 320, 8), (5, 64, 2), (512, 2048, 10)])
@@ -64,7 +62,6 @@ def test_a_described_router_is_transformers_own(module, name, dtype, count, widt
     assert relative_error(found[~differ], expected[~differ]) < (8e-3 if dtype == BF16 else 1e-3)
 
 
-@on_cpu
 def test_equal_chances_are_taken_by_their_numbers_and_a_row_without_a_number_chooses_none(module):
     logits = torch.zeros(3, 70, dtype=BF16)
     logits[1, 69], logits[1, 40] = 2.0, 2.0
@@ -74,7 +71,6 @@ def test_equal_chances_are_taken_by_their_numbers_and_a_row_without_a_number_cho
     assert torch.allclose(weights[0], torch.full((3,), 1 / 3))
 
 
-@on_cpu
 def test_the_check_at_load_passes_and_finds_faults(module):
     for count, width in ((128, 2816), (512, 64), (8, 320)):
         assert routers.check(module, count, width, Choice(8), BF16) is None

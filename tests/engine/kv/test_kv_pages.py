@@ -8,9 +8,9 @@ import torch
 
 from bench.kv_waste import mixes
 from tests import ROOT
-from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import small as cpu_module
+from tests.engine.kernels.test_fused import random
 from tests.long_runs import slow_on_cpu
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import selfcheck as fused_check
@@ -24,12 +24,6 @@ TITLES = (
     "half texts of 512, a quarter images of 283 and audio of 152; answers of 128", "16 to 768 in, 16 to 256 out",
     "16 to 128 in, 16 to 64 out",
 )  # fmt: skip
-on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
-
-
-def random(*shape, dtype=torch.bfloat16, seed=0):
-    generator = torch.Generator().manual_seed(seed * 7919 + sum(shape))
-    return torch.randn(*shape, generator=generator).to(dtype)
 
 
 # The pool ------------------------------------------------------------------------------------------------------------
@@ -119,7 +113,6 @@ def paged(keys, values, positions, *, extra=3, seed=0):
 SHAPES = [(8, 2, 256), (8, 2, 512), (16, 1, 512), (10, 1, 128), (4, 2, 64), (6, 2, 80)]
 
 
-@on_cpu
 @pytest.mark.parametrize("heads, kv_heads, dim", [SHAPES[0], *(slow_on_cpu(*shape) for shape in SHAPES[1:3]), *SHAPES[3:]])
 def test_attention_over_pages_has_the_bits_of_attention_over_rows(heads, kv_heads, dim):
     module, n, places = cpu_module(1, multiprocessors=6), 3, 300
@@ -137,7 +130,6 @@ def test_attention_over_pages_has_the_bits_of_attention_over_rows(heads, kv_head
     assert "attend" in launches(module)
 
 
-@on_cpu
 @pytest.mark.parametrize(
     ("mode", "heads", "kv_heads", "dim"),
     [
@@ -148,7 +140,7 @@ def test_attention_over_pages_has_the_bits_of_attention_over_rows(heads, kv_head
 )
 def test_a_step_writes_its_place_to_its_page_and_nothing_else(heads, kv_heads, dim, mode):
     module, n, places = cpu_module(1, multiprocessors=6), 4, 200
-    parts = {"own": 2, "k_is_v": 1, "shared": 0}[mode]
+    parts = fused.MODES[mode]
     keys, values = (random(n, kv_heads, places, dim, seed=s) for s in (1, 2))
     qkv = random(n, (heads + parts * kv_heads) * dim)
     q_weight, k_weight = random(dim, seed=1), random(dim, seed=2)
@@ -179,7 +171,6 @@ def test_a_step_writes_its_place_to_its_page_and_nothing_else(heads, kv_heads, d
         assert torch.equal(to.nan_to_num(7.0), was.nan_to_num(7.0))
 
 
-@on_cpu
 def test_the_check_before_the_first_step_passes_and_names_what_is_wrong():
     kinds = ((4, 2, 64),)
     assert fused_check.check_pages(cpu_module(1, multiprocessors=3), kinds) is None
@@ -188,7 +179,6 @@ def test_the_check_before_the_first_step_passes_and_names_what_is_wrong():
     assert said == "attention over pages (own), 4 heads over 2, 64 each: other bits"
 
 
-@on_cpu
 def test_a_kernel_that_looks_into_the_wrong_page_is_found():
     """The comparison above can fail: each of these changes gives other bits."""
     source = fused.source("attend.cu")

@@ -7,7 +7,6 @@ import torch
 
 import trimtab
 from tests import pico
-from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import rows as rows_module
 from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401
 from tests.engine.kernels.test_fused_kernels import MANY_STEP_TOLERANCE, on_cpu, wide  # noqa: F401
@@ -23,9 +22,6 @@ from trimtab.engine.layers.leaves import UnpackedWeights
 from trimtab.planning import Machine, Plan, Rates, make_plan
 from trimtab.planning.planner import ITEM, unpacked_bytes
 from trimtab.request import LoadRequest
-
-needs_sources = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
-
 
 # In the plan ---------------------------------------------------------------------------------------------------------
 
@@ -116,7 +112,6 @@ def test_they_are_the_bits_that_bitsandbytes_unpacks(monkeypatch, tmp_path):
         assert model.adapter_store.matmuls is None
 
 
-@needs_sources
 def test_a_step_of_ten_rows_with_unpacked_weights_is_the_modules(on_cpu, replayed, monkeypatch, tmp_path):  # noqa: F811
     on_cpu.rows = rows_module()
     monkeypatch.setattr(many_rows, "PAYING_ROWS", 9)  # so many rows have the packed weights

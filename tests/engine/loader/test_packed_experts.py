@@ -35,7 +35,6 @@ from trimtab.request import LoadRequest
 from trimtab.stock.unsplit import load_unsplit
 from trimtab.verification.routes import stock_run
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 FORMATS = ("nf4", "nf4-dq", "int8")
 
 

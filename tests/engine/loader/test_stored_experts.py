@@ -16,7 +16,6 @@ from transformers.integrations.gguf.dequant import dequantize as dequantize_ggml
 
 import trimtab
 from tests import gguf_files, pico, quantized_files
-from tests.cuda_on_cpu import run
 from tests.engine.kernels import test_experts as experts_on_cpu
 from tests.engine.lora.test_experts import NEAR, answered, loaded, of_peft
 from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
@@ -38,7 +37,6 @@ from trimtab.gguf.header import read_gguf
 from trimtab.planning.values.blocks import blocks_of
 from trimtab.stock.unsplit import load_unsplit
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 # Files of llama.cpp's converter, with down_proj in Q6_K but for the last.
 GGUF = ("q4_0", "q4_k", "q8_0")
 # Files with three matrices of each expert, of which gate and up are joined: compressed-tensors, and blocks as in official FP8.
@@ -190,7 +188,6 @@ def test_a_plan_for_a_card_counts_them_and_says_how_steps_run(root: Path) -> Non
     assert unread.execution.step.mode == "eager" and "do not read weights in mxfp4-g32" in unread.execution.step.reason
 
 
-@pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 @pytest.mark.parametrize("form", ["q4_k", "ct-int4", "fp8-128"])
 def test_kernels_of_steps_read_them(form: str, root: Path) -> None:
     torch.manual_seed(3)

@@ -17,7 +17,6 @@ from tests.merged_models import load, peft_merged, state_of
 from trimtab.bridge import load_peft
 from trimtab.errors import AdapterError
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"fan_in_fan_out": True, "lora_bias": True}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True},
 }  # fmt: skip

@@ -23,7 +23,6 @@ from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from tests.raised import raised
 from trimtab.errors import AdapterError
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 # Sums of float32 in another order: PEFT adds B A to the weight, here it is added to the product.
 NEAR = 2e-5
 

@@ -22,10 +22,6 @@ from trimtab.engine.loader.transformers_model import read_anatomy
 from trimtab.engine.lora import base_values
 from trimtab.engine.lora.layers import attach_fitted, detach, fit
 
-# PEFT and bitsandbytes warn about biases that cannot be merged, casts to float16 and their own calls into torch.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
-
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {}, "rslora": {"use_rslora": True}, "patterns": {"rank_pattern": {"down": 8}, "alpha_pattern": {"up": 16, "down": 3}},
     "rslora with patterns": {"use_rslora": True, "rank_pattern": {"down": 2}, "alpha_pattern": {"up": 16}},

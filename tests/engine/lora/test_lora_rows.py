@@ -21,10 +21,6 @@ from trimtab.engine.lora.layers import SavedModule, attach_fitted, detach, fit
 from trimtab.engine.lora.store import AdapterStore, Holders
 from trimtab.errors import AdapterError
 
-# PEFT and bitsandbytes warn about biases that cannot be merged, casts to float16 and their own calls into torch.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
-
 # Saved modules
 
 

@@ -25,7 +25,6 @@ from trimtab.engine.lora.routers import RouterModule, takes_lora
 from trimtab.engine.lora.store import AdapterStore, Selection
 from trimtab.errors import AdapterError, DeviceError
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 IDS = [2, 30, 41, 7, 91, 12, 38, 51, 64, 11, 70, 23]
 # How releases before 5 spelled the router of each family.
 FORMER = {"qwen3_moe": "mlp.gate", "mixtral": "block_sparse_moe.gate"}

@@ -27,8 +27,6 @@ from trimtab.engine.lora import mixes
 from trimtab.engine.lora.fewer_ops import ShortAdapters, ShortOps
 from trimtab.engine.lora.store import EAGER, AdapterStore, Holders
 
-# PEFT and bitsandbytes warn about biases that cannot be merged, casts to float16 and their own calls into torch.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 if short_ops.why_not(torch.device("cpu")) is not None:
     pytest.skip("this torch has no RMS norm of one operation", allow_module_level=True)
 

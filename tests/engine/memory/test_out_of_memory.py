@@ -15,7 +15,7 @@ from tests.replays import standing_in
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.cuda.check_cache import CardEntries
 from trimtab.engine.formats import int8_head as head8
 from trimtab.engine.kernels.selfcheck import KernelFamily
 from trimtab.engine.loader import head_kernel as head8_choice
@@ -108,10 +108,10 @@ def test_a_prompt_whose_capture_finds_no_memory_is_an_error(model, monkeypatch, 
 def test_kernels_are_not_left_out_for_want_of_memory(exc, monkeypatch):
     left_out = {}
     with pytest.raises(type(exc)):
-        KernelFamily("products", (), raising(exc), lambda module: None).choose(KeptChecks(), left_out, {})
+        KernelFamily("products", (), raising(exc), lambda module: None).choose(CardEntries(), left_out, {})
     assert left_out == {}
     lost = raising(DeviceError("no", device="cuda:0"))
-    assert KernelFamily("products", (), lost, lambda module: None).choose(KeptChecks(), left_out, {}) is None
+    assert KernelFamily("products", (), lost, lambda module: None).choose(CardEntries(), left_out, {}) is None
     assert left_out == {"products": "cuda:0: no"}
     monkeypatch.setattr(head8, "load", raising(exc))
     head = type("Leaf", (), {"bias": None, "dtype": torch.bfloat16, "packed": lambda self: type("P", (), {"parts": _parts()})()})()

@@ -11,7 +11,6 @@ import torch
 
 import trimtab
 from tests import ROOT, long_runs, pico
-from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import prompts as cpu_module
 from tests.engine.decode.test_graphs import replayed as steps_replayed  # noqa: F401
 from tests.engine.kernels.test_fused_kernels import on_cpu as kernels_on_cpu  # noqa: F401
@@ -44,7 +43,6 @@ from trimtab.engine.prefill.prefill import PrefillRunner
 # On both sides of the families' window of 8 tokens, and of rows of 8 and 16 places.
 LENGTHS = (1, 7, 8, 9, 15, 16, 3, 12)
 RESULTS = ROOT / "bench" / "results"
-on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 
 
 @pytest.fixture(autouse=True)
@@ -284,20 +282,17 @@ def test_over_weights_with_adapters_inside_passes_are_chosen_as_they_were_measur
 # DeviceKernels -------------------------------------------------------------------------------------------------------------
 
 
-@on_cpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_with_adapters_of_their_own_are_the_sum_of_their_products(dtype):
     for order in (0, 1, 7):
         assert wrong_add_rows(cpu_module(order), dtype, tokens=(16, 32)) is None
 
 
-@on_cpu
 def test_a_kernel_that_gives_rows_the_next_ones_adapter_is_named():
     source = prompt_kernels.source().replace("blockIdx.y * tile / tokens", "blockIdx.y * tile / tokens / 2")
     assert "relative error" in wrong_add_rows(cpu_module(source=source), torch.bfloat16, tokens=(16,))
 
 
-@on_cpu
 @pytest.mark.skipif(ON_GPU, reason="stands for what a GPU does")
 def test_rows_of_a_pass_and_of_the_step_after_it_find_their_adapters_in_tables(
     kernels_on_cpu, steps_replayed, replayed, tmp_path, monkeypatch  # noqa: F811

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cuda_on_cpu import run
 from tests.engine.kernels.test_experts import case, file_stack, kernels, mixture_of
 from trimtab.engine.kernels import experts as ours
 from trimtab.engine.kernels.experts import Mixture
@@ -112,7 +111,6 @@ def test_a_device_without_a_driver_of_nvidias_reads_no_host_memory(monkeypatch):
     assert read.nvrtc.reads_registered_memory(GPU) is False
 
 
-on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 CPU = torch.device("cpu")
 
 
@@ -187,7 +185,6 @@ class Reference:
         return made
 
 
-@on_cpu
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.integers(1, 9), st.integers(1, 40))
 def test_slots_are_those_of_the_least_recent_use(module, data, slots, count):
@@ -206,7 +203,6 @@ def test_slots_are_those_of_the_least_recent_use(module, data, slots, count):
 FORMS = [("nf4", None), ("nf4-dq", None), (None, "int4-g32"), (None, "q4_k"), (None, "fp8-128x128"), (None, "nvfp4-g16")]
 
 
-@on_cpu
 @pytest.mark.parametrize("kind, form", FORMS)
 @pytest.mark.parametrize("slots", [1, 3, 8])
 def test_a_step_has_the_bits_of_resident_experts(module, kind, form, slots):
@@ -229,7 +225,6 @@ def test_a_step_has_the_bits_of_resident_experts(module, kind, form, slots):
     assert fetched == 8
 
 
-@on_cpu
 def test_products_wait_for_the_copies_that_they_read(module, monkeypatch):
     mixture = mixture_of(4, 64, 64, torch.bfloat16, "nf4")
     x, index, weights, _ = case(mixture, 2, 2, torch.bfloat16)
@@ -246,7 +241,6 @@ def test_products_wait_for_the_copies_that_they_read(module, monkeypatch):
     assert said[before:] == [*copies, "first stack", "experts_gate_up", "all", "experts_down"]
 
 
-@on_cpu
 @pytest.mark.parametrize("kind", ["nf4", "nf4-dq"])
 @pytest.mark.parametrize("slots", [1, 2, 4, 9])
 def test_a_prompts_experts_take_turns_in_the_half_that_was_used_longest_ago(module, kind, slots):
@@ -271,7 +265,6 @@ def test_a_prompts_experts_take_turns_in_the_half_that_was_used_longest_ago(modu
         check_slots(far, mixture)
 
 
-@on_cpu
 def test_prompts_leave_alone_what_steps_used(module):
     """One prompt after the other takes the same slots, and empty ones before any other."""
     torch.manual_seed(1)
@@ -287,7 +280,6 @@ def test_prompts_leave_alone_what_steps_used(module):
         assert number < 1 or set(used) <= set(far.near.owner.tolist())
 
 
-@on_cpu
 def test_the_check_at_load_finds_slots_that_hold_something_else(module):
     mixture = mixture_of(8, 192, 64, torch.bfloat16, "nf4-dq")
     assert ours.check(module, apart(mixture, 3), 2, torch.bfloat16) is None
@@ -297,7 +289,6 @@ def test_the_check_at_load_finds_slots_that_hold_something_else(module):
         assert "relative error" in str(ours.check(broken, apart(mixture, 3), 2, torch.bfloat16)), right
 
 
-@on_cpu
 @pytest.mark.parametrize("tokens, used", [(2, 2), (70, 3)])
 def test_a_fetch_that_fails_leaves_no_slot_with_the_bytes_of_another_expert(module, tokens, used, monkeypatch):
     """Memory ends at every launch and every tensor of a step or prompt in turn; then others answer, with the bits of before."""

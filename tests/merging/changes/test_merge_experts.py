@@ -23,8 +23,6 @@ from trimtab.merging.changes.experts import slices
 from trimtab.merging.changes.inverse import CannotLayBackError, is_cast, lay_back, without_casts
 from trimtab.merging.files import write
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 
 

@@ -24,8 +24,6 @@ from trimtab.formats.packed import split_packed
 from trimtab.merging import merge
 from trimtab.merging.changes.dequantize import packed_rows
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
 
 def load_packed(folder: Path) -> Any:
     """Return the stock model of a folder whose config says how it is packed."""

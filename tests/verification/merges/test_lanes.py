@@ -24,7 +24,6 @@ from trimtab.verification.routes.prompts import Prompt, demo_prompts
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 DEMO = ROOT / "trimtab" / "demo"
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 PROMPTS = (Prompt("one", token_ids=tuple(range(40, 52))), Prompt("two", token_ids=tuple(range(90, 97))))
 # NormalFloat of 4 bits: arXiv 2305.14314, appendix E.
 NF4 = np.array([

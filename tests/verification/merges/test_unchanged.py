@@ -14,7 +14,6 @@ from trimtab.verification.merges.retention_files import read_merge
 from trimtab.verification.merges.weights import merged_weights
 from trimtab.verification.verify import verify
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 PROMPTS = [{"id": "one", "token_ids": list(range(40, 52))}]
 ATTENTION = r".*(model|language_model)\.layers\.\d+\.self_attn\.(q_proj|v_proj)"
 K_PROJ, NORM = "model.layers.1.self_attn.k_proj.weight", "model.layers.0.input_layernorm.weight"

@@ -19,7 +19,6 @@ from trimtab.verification.server.faults import write_faults
 from trimtab.verification.server.verify import verify_remote
 
 QUESTIONS = list(tiny_llama.QUESTIONS[:14])
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 FAMILY = "qwen3_moe"  # its files hold every expert's matrices apart, transformers fuses them
 
 

@@ -322,7 +322,7 @@ def choose_kept(
     unpacked, module = model.unpacked, kernels.module
     if unpacked is None or not unpacked.columns or module is None or not kernels.adds:
         return None
-    _, why = KernelFamily(NAME_KEPT, (), lambda: module, lambda module: wrong_kept(module)).choose_alone(model.device, {})
+    _, why = KernelFamily(NAME_KEPT, (), lambda: module, lambda module: wrong_kept(module)).choose_alone(model.device)
     if why is not None:
         fall_back(why, NAME_KEPT)
         return None

@@ -208,11 +208,8 @@ class AdapterSlots:
                 self._put(key, in_use={key for key in wanted if key is not None})
         numbers = [-1 if key is None else self._held[key] for key in wanted]
         numbers += [-1] * (self.row_slots.numel() - len(numbers))
-        self.row_slots.copy_(self._to_device(torch.tensor(numbers, dtype=torch.int32)), non_blocking=True)
+        self.row_slots.copy_(_pinned(torch.tensor(numbers, dtype=torch.int32), self.device), non_blocking=True)
         self._rows = wanted
-
-    def _to_device(self, value: Tensor) -> Tensor:
-        return value.pin_memory() if self.device.type == "cuda" else value
 
     def _put(self, key: tuple[str, int], in_use: set[tuple[str, int]]) -> None:
         name = key[0]
@@ -261,8 +258,8 @@ class AdapterSlots:
             if one.A is not None and one.B is not None:
                 integers[:, self._place[leaf]] = torch.tensor((one.A.data_ptr(), one.B.data_ptr(), rank_of(one)))
                 scale[self._place[leaf]] = one.scale
-        on_device = self._to_device(integers).to(self.device, non_blocking=True)
-        lines = (*on_device, self._to_device(scale).to(self.device, non_blocking=True))
+        on_device = _pinned(integers, self.device).to(self.device, non_blocking=True)
+        lines = (*on_device, _pinned(scale, self.device).to(self.device, non_blocking=True))
         for column, line in zip(_COLUMNS, lines, strict=True):
             self._table[column][:, slot].copy_(line)
 
@@ -374,6 +371,11 @@ def rank_of(adapter: lora.LinearAdapter) -> int:
     return int(adapter.A.shape[0])
 
 
+def _pinned(values: Tensor, device: torch.device) -> Tensor:
+    """Return values of the host as a copy to this device reads them."""
+    return values.pin_memory() if device.type == "cuda" else values
+
+
 def _stepped(rank: int) -> int:
     return -(-rank // RANK_STEP) * RANK_STEP
 
@@ -450,10 +452,7 @@ class ExpertSlots:
             for member, line in enumerate(lines if self.device.type == "cpu" else ()):  # elsewhere the table has addresses alone
                 line[slot] = members.get(member)
         for table, values in zip(self._tables, zip(*made, strict=True), strict=True):
-            table[:, :, slot].copy_(self._pinned(torch.stack(values)[:, :, 0]), non_blocking=True)
-
-    def _pinned(self, values: Tensor) -> Tensor:
-        return values.pin_memory() if self.device.type == "cuda" else values
+            table[:, :, slot].copy_(_pinned(torch.stack(values)[:, :, 0], self.device), non_blocking=True)
 
     def args(self, module: nn.Module, row_slots: Tensor) -> ExpertLora | None:
         """Return the adapters of rows on a module, None if no adapter touches it."""

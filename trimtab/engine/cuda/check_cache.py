@@ -1,10 +1,10 @@
-"""Which results of checks and timings of our kernels on this card are cached for later loads?"""
+"""What is cached of a card for later loads: results of checks and timings, and tuned launch configurations?"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
@@ -18,41 +18,42 @@ from trimtab.process.packages import deciding_versions
 from trimtab.process.user_cache import hashed, own_folder, prune, read_own, touch, write_own
 
 FOLDER = "checked"
-MOST_FILES, MOST_BYTES, MOST_FILE_BYTES = 32, 32 * 2**20, 4 * 2**20
+MOST_FILES, MOST_BYTES, MOST_FILE_BYTES = 64, 64 * 2**20, 4 * 2**20
 MOST_ENTRIES = 5000
 
 Entry = Mapping[str, Any]
 
 
-class KeptChecks:
-    """The cached entries of one card. key: the condition under which they are valid, as text; None: nothing is read or written. An
-    entry is valid for the very card (name, identifier, size), driver, releases of packages, CUDA sources and the files of this
-    room. Only what passed is kept."""
+class CardEntries:
+    """The cached entries of one card. key: the condition under which they are valid, as text; None: nothing is read or written."""
 
-    def __init__(self, key: str | None = None, entries: Mapping[str, Entry] | None = None) -> None:
+    def __init__(self, key: str | None = None) -> None:
         self._key = key
-        self._entries: dict[str, Entry] = dict(entries or {})
+        self._entries = {} if key is None else _read(key)
         self._added: dict[str, Entry] = {}
 
     @classmethod
-    def of(cls, device: torch.device | str) -> KeptChecks:
-        """Return the cache of a device; an empty one for other devices than NVIDIA's GPUs, or without a folder."""
+    def of(cls, device: torch.device | str) -> CardEntries:
+        """Return the passed checks of a device; none for other devices than NVIDIA's GPUs. They are valid for the very card (name,
+        identifier, size), driver, releases of packages, CUDA sources and the files of this room."""
         device = torch.device(device)
-        if device.type != "cuda" or nvrtc.why_not(device) is not None:
-            return cls()
-        key = facts(device)
-        return cls(key, _read(key))
+        return cls(facts(device) if device.type == "cuda" and nvrtc.why_not(device) is None else None)
 
     def find(self, *what: object) -> Entry | None:
-        """Return the entry of a passed check, None if it did not pass here. what: the check and everything that decides it."""
+        """Return an entry, None if there is none. what: the check and everything that decides it, or the product."""
         return self._entries.get(repr(what))
 
+    def all(self) -> Collection[Entry]:
+        """Return all entries."""
+        return self._entries.values()
+
     def keep(self, entry: Entry, *what: object) -> None:
-        """Record a passed check in this object; `save` writes it. entry: JSON values."""
+        """Record an entry in this object; `save` writes it. entry: JSON values."""
         self._entries[repr(what)] = self._added[repr(what)] = entry
 
     def save(self) -> None:
-        """Write the new entries, together with those that other processes wrote at the same time."""
+        """Write the new entries, together with those that other processes wrote at the same time. If the folder cannot be written,
+        later processes check and tune again."""
         if self._key is None or not self._added:
             return
         whole = {**_read(self._key), **self._added}

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig
-from trimtab.engine.cuda.shipped_configs import KernelLimits
 from trimtab.errors import DeviceError
 from trimtab.process.user_cache import hashed, own_folder, prune, read_own, touch, write_own
 
@@ -218,20 +217,23 @@ def keeps_compiled() -> bool:
     return True
 
 
-def compile_all(jobs: Sequence[Job], capability: tuple[int, int]) -> None:
-    """Compile several sources in parallel, for `compiled` to find. One that does not compile is named by `compiled`."""
+def compile_all(jobs: Sequence[Job], capability: tuple[int, int]) -> dict[Job, bytes]:
+    """Compile several sources in parallel and return their code; `compiled` finds it too. One that does not compile is named by
+    `compiled`."""
     compiler = find_compiler()
     if compiler is None:
-        return
+        return {}
     target = compiler.target(capability)
 
-    def run(job: Job) -> None:
+    def run(job: Job) -> bytes | None:
         with suppress(DeviceError, OSError):
-            compiled(compiler, job.source, target, job.options, driver=driver_version(), name=job.name)
+            return compiled(compiler, job.source, target, job.options, driver=driver_version(), name=job.name)
+        return None
 
     # NVRTC compiles without Python's lock.
+    wanted = dict.fromkeys(jobs)
     with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-        list(pool.map(run, dict.fromkeys(jobs)))
+        return {job: code for job, code in zip(wanted, pool.map(run, wanted), strict=True) if code is not None}
 
 
 # The driver -----------------------------------------------------------------------------------------------------------
@@ -323,6 +325,16 @@ def _c_argument(value: Argument) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_
     return ctypes.c_float(value)
 
 
+@dataclass(frozen=True)
+class KernelLimits:
+    """The driver's figures for a compiled kernel. local_bytes: per thread, for registers that were spilled."""
+
+    registers: int
+    max_threads: int
+    static_shared_bytes: int
+    local_bytes: int
+
+
 class Module:
     """A CUDA source compiled and loaded on one device; its kernels are `extern "C"`.
 
@@ -378,32 +390,16 @@ class Module:
 
     def compile_variants(self, wanted: Sequence[tuple[str, ...]]) -> None:
         """Compile several variants in parallel, for `variant` to load. One that does not compile is named by `variant`."""
-        compiler = find_compiler()
         missing = [options for options in wanted if options not in self.variants and options not in self._codes]
-        if compiler is None or not missing:
-            return
-        target = compiler.target(self.capability)
-        # NVRTC compiles without Python's lock.
-        with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-            under_way = {
-                options: pool.submit(
-                    compiled, compiler, self._source, target, (*options, *self.common), driver=driver_version(), name=self._name
-                )
-                for options in missing
-            }
-        for options, code in under_way.items():
-            with suppress(DeviceError):
-                self._codes[options] = code.result()
-
-    def _device(self) -> ctypes.c_int:
-        return _number(self.device)
+        jobs = {Job(self._source, (*options, *self.common), self._name): options for options in missing}
+        self._codes.update((jobs[job], code) for job, code in compile_all([*jobs], self.capability).items())
 
     def _enter_context(self) -> ctypes.c_void_p:
         """Make torch's context of the device current in this thread: a thread that has called no CUDA function has none."""
         context = ctypes.c_void_p()
         _check(_driver().cuCtxGetCurrent(ctypes.byref(context)), "finding the context", self.device)
         if not context.value:
-            code = _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), self._device())
+            code = _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), _number(self.device))
             _check(code, "finding the context", self.device)
             _check(_driver().cuCtxSetCurrent(context), "entering the context", self.device)
         return context

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from typing import Any
 
+from trimtab.engine.cuda.check_cache import CardEntries
 from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig, cuts, key_name
+from trimtab.engine.cuda.nvrtc import KernelLimits
 from trimtab.process.json_file import parse
-from trimtab.process.user_cache import hashed, own_folder, read_own, write_own
 
 FORM = 1
 # Bytes a thread for spilled registers, up to which a timing on another such card counts: another compiler may spill more there.
 TIMED_LOCAL_BYTES = 64
-FOLDER = "tuned"
-MOST_BYTES = 4 * 2**20
 MOST_CONFIGS = 5000
 # How a configuration came to be: tuned here; shipped, from such a card; shipped, from another card or an older kernel; estimated.
 MEASURED, SHIPPED, SHIPPED_ELSEWHERE, ESTIMATED = ("measured here", "measured", "tuned on another card", "not measured")
@@ -34,16 +33,6 @@ class Target:
     multiprocessors: int
     shared_bytes: int
     source: str
-
-
-@dataclass(frozen=True)
-class KernelLimits:
-    """The driver's figures for a compiled kernel. local_bytes: per thread, for registers that were spilled."""
-
-    registers: int
-    max_threads: int
-    static_shared_bytes: int
-    local_bytes: int
 
 
 def why_not(cut: LaunchConfig, limits: KernelLimits, shared_bytes: int, *, is_timed: bool = False) -> str | None:
@@ -67,11 +56,14 @@ def why_not(cut: LaunchConfig, limits: KernelLimits, shared_bytes: int, *, is_ti
 
 def document(target: Target, configs: Mapping[CutKey, LaunchConfig], about: Mapping[str, str]) -> dict[str, object]:
     """Return the text of a file of configurations. about: releases that they were measured with."""
-    rows = [
-        {"rows": list(key[1]), "columns": key[2], "pair": key[4], **asdict(replace(cut, estimated_us=0.0))}
+    return {"form": FORM, "target": asdict(target), "about": dict(about), "configs": [*_rows(configs).values()]}
+
+
+def _rows(configs: Mapping[CutKey, LaunchConfig]) -> dict[CutKey, dict[str, object]]:
+    return {
+        key: {"rows": list(key[1]), "columns": key[2], "pair": key[4], **asdict(replace(cut, estimated_us=0.0))}
         for key, cut in sorted(configs.items())
-    ]
-    return {"form": FORM, "target": asdict(target), "about": dict(about), "configs": rows}
+    }
 
 
 def to_text(whole: Mapping[str, Any]) -> str:
@@ -94,12 +86,16 @@ def from_text(text: str) -> tuple[Target, dict[CutKey, LaunchConfig]]:
         rows = [dict(row) for row in whole["configs"]]
     except (TypeError, KeyError, AttributeError) as exc:
         raise ValueError(f"not launch configurations: {exc}") from exc
+    return target, _configs(rows)
+
+
+def _configs(rows: Iterable[Mapping[str, Any]]) -> dict[CutKey, LaunchConfig]:
     configs: dict[CutKey, LaunchConfig] = {}
     for row in rows:
         with suppress(TypeError, KeyError, ValueError, ZeroDivisionError):
-            key, cut = _config(row)
+            key, cut = _config(dict(row))
             configs[key] = cut
-    return target, configs
+    return configs
 
 
 def _config(row: dict[str, Any]) -> tuple[CutKey, LaunchConfig]:
@@ -131,20 +127,16 @@ def shipped(target: Target) -> tuple[dict[CutKey, LaunchConfig], str]:
 
 def kept(target: Target) -> dict[CutKey, LaunchConfig]:
     """Return the configurations that were tuned on this card with these kernels."""
-    try:
-        text = read_own(own_folder(FOLDER) / hashed(_key(target)), _key(target), limit_bytes=MOST_BYTES)
-        return {} if text is None else from_text(text.decode())[1]
-    except (OSError, ValueError):
-        return {}
+    return _configs(_entries_of(target).all())
 
 
-def keep(target: Target, configs: Mapping[CutKey, LaunchConfig], about: Mapping[str, str]) -> None:
-    """Save the configurations that were tuned on this card, together with earlier ones. If the folder cannot be written, later
-    processes tune again."""
-    with suppress(OSError):
-        whole = document(target, kept(target) | dict(configs), about)
-        write_own(own_folder(FOLDER) / hashed(_key(target)), _key(target), to_text(whole).encode())
+def keep(target: Target, configs: Mapping[CutKey, LaunchConfig]) -> None:
+    """Save the configurations that were tuned on this card, together with earlier ones."""
+    entries = _entries_of(target)
+    for key, row in _rows(configs).items():
+        entries.keep(row, *key)
+    entries.save()
 
 
-def _key(target: Target) -> str:
-    return json.dumps(asdict(target), sort_keys=True)
+def _entries_of(target: Target) -> CardEntries:
+    return CardEntries(json.dumps(asdict(target), sort_keys=True))

@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.engine.cuda import nvrtc
+from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.plain_attention import Growth, Scores, attention_torch, norm_torch, turned_torch
 from trimtab.engine.kv.sequence import PageTable
 from trimtab.planning.values.byte_sizes import PAGE_TOKENS
 
 ACTIVATIONS = ("gelu_tanh", "silu", "gelu")
-MODES = ("own", "shared", "k_is_v")
+# What a layer's products have in addition to queries -> how many parts: keys and values, keys that are both, none.
+MODES = {"own": 2, "k_is_v": 1, "shared": 0}
 # Where a norm rounds: behind its weight (Gemma 3n and 4), in front of it too (Llama, Qwen), or as the first, with a weight that
 # says how much more than 1 it is (Gemma 2 and 3). The order is the kernels'.
 FORMS = ("inside", "after", "plus_one")
@@ -30,7 +32,6 @@ _MAX_SHARES = 512
 # The bytes that a block combining alone reads in about the time of a second launch.
 _COMBINE_BYTES = 96 * 1024
 _COUNTERS = 4096
-_TYPES = (torch.bfloat16, torch.float16)
 # How heads turn: values half of the turning part apart, neighbours, and as the first with float32 cos and sin, rounded once. The
 # names are the kernels'.
 ROPES = ("write", "pairs", "wide")
@@ -134,8 +135,8 @@ def load_attention(module: nvrtc.Module, options: tuple[str, ...]) -> nvrtc.Modu
 
 def why_not(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, width: int = 8) -> str | None:
     """Return why a layer of these shapes has no kernels (torch does its part), None if it has."""
-    if dtype not in _TYPES:
-        return f"the activation is {dtype}, not bfloat16 or float16"
+    if (why := layouts.why_not_type(dtype)) is not None:
+        return why
     if heads % kv_heads or heads // kv_heads > MAX_GROUP:
         return f"{heads} heads over {kv_heads}: not whole groups of up to {MAX_GROUP}"
     if dim % 16 or dim > MAX_HEAD:
@@ -143,10 +144,6 @@ def why_not(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, width: i
     if width % 8 or width > MAX_WIDTH:
         return f"a width of {width} is not a multiple of 8 up to {MAX_WIDTH}"
     return None
-
-
-def _runs(module: nvrtc.Module | None, x: Tensor) -> bool:
-    return module is not None and x.device.type == module.device.type and x.dtype in _TYPES
 
 
 def _fits(x: Tensor | None, like: Tensor, values: int) -> bool:
@@ -186,7 +183,7 @@ def add_norm(
     """
     tensors = (y, residual, post_weight, next_weight, scalar, out_h, out_x)
     n, width = residual.shape
-    if module is None or not _runs(module, residual) or width % 8 or width > MAX_WIDTH:
+    if module is None or not layouts.takes(module, residual) or width % 8 or width > MAX_WIDTH:
         _add_norm_torch(y, residual, post_weight, next_weight, eps, scalar, out_h, out_x, form)
         return
     if not all(_fits(x, residual, 1 if x is scalar else 8) for x in tensors):
@@ -197,7 +194,7 @@ def add_norm(
         [
             y, 0 if y is None else y.stride(0), residual, residual.stride(0), post_weight, next_weight, scalar,
             out_h, 0 if out_h is None else out_h.stride(0), out_x, 0 if out_x is None else out_x.stride(0),
-            width, float(eps), FORMS.index(form), _half(residual),
+            width, float(eps), FORMS.index(form), layouts.half(residual),
         ],
         dependent=dependent,
     )  # fmt: skip
@@ -221,16 +218,12 @@ def _add_norm_torch(
         out_h.copy_(h)
 
 
-def _half(x: Tensor) -> int:
-    return int(x.dtype == torch.float16)
-
-
 # Rotation and the cache ----------------------------------------------------------------------------------------------
 
 
 def _way(norms: HeadNorms, cos: Tensor, like: Tensor) -> str:
     """Return the kernel's name of how heads turn."""
-    return "pairs" if norms.in_pairs else "wide" if cos.dtype == torch.float32 and like.dtype in _TYPES else "write"
+    return "pairs" if norms.in_pairs else "wide" if cos.dtype == torch.float32 and like.dtype in layouts.TYPES else "write"
 
 
 def _turns_fit(norms: HeadNorms, cos: Tensor, sin: Tensor, like: Tensor, values: int) -> bool:
@@ -238,6 +231,10 @@ def _turns_fit(norms: HeadNorms, cos: Tensor, sin: Tensor, like: Tensor, values:
     if _way(norms, cos, like) == "wide":
         return cos.stride(-1) == sin.stride(-1) == 1 and sin.dtype == cos.dtype
     return _fits(cos, like, values) and _fits(sin, like, values)
+
+
+def _values_a_lane(dim: int) -> int:
+    return next(count for count in (1, 2, 4, 8) if count * 64 >= dim or count == 8)
 
 
 def rope_write(
@@ -255,12 +252,12 @@ def rope_write(
     assert mode in MODES, mode
     own = mode != "shared"
     assert (keys is not None and values is not None and places is not None) or not own
-    assert qkv.shape[1] == (heads * norms.q_step + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads) * dim
-    v = next(count for count in (1, 2, 4, 8) if count * 64 >= dim or count == 8)
+    assert qkv.shape[1] == (heads * norms.q_step + MODES[mode] * kv_heads) * dim
+    v = _values_a_lane(dim)
     cache_fits = not own or (keys is not None and values is not None and keys.is_contiguous() and values.is_contiguous())
     tensors = (qkv, norms.q, norms.k, keys, values, q_out)
     if (
-        module is None or not _runs(module, qkv) or why_not(heads, kv_heads, dim, qkv.dtype) or not cache_fits
+        module is None or not layouts.takes(module, qkv) or why_not(heads, kv_heads, dim, qkv.dtype) or not cache_fits
         or not q_out.is_contiguous() or not all(_fits(x, qkv, v) for x in tensors) or cos.shape[1] // 2 % v
         or not _turns_fit(norms, cos, sin, qkv, v)
     ):  # fmt: skip
@@ -287,12 +284,12 @@ def _launch_rope(
     kv_heads = 1 if own_keys is None else own_keys.shape[1] // dim
     steps = (0, 0, 0) if keys is None else (keys.stride(0), keys.stride(1), keys.shape[2])
     module.launch(
-        f"rope_{_way(norms, cos, own_queries)}_{v}", (heads + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads, n), (32,),
+        f"rope_{_way(norms, cos, own_queries)}_{v}", (heads + MODES[mode] * kv_heads, n), (32,),
         [
             own_queries, own_queries.stride(0), own_keys, own_values, 0 if own_keys is None else own_keys.stride(0), heads,
             kv_heads, dim, norms.q, norms.k, float(norms.eps), cos, cos.stride(0), sin, sin.stride(0), keys, values,
             nvrtc.Long(steps[0]), nvrtc.Long(steps[1]), steps[2], places, q_out, int(mode == "k_is_v"), cos.shape[1],
-            norms.number, int(norms.values), norms.q_step * dim, _half(own_queries),
+            norms.number, int(norms.values), norms.q_step * dim, layouts.half(own_queries),
         ],
         dependent=dependent,
     )  # fmt: skip
@@ -311,12 +308,12 @@ def turn(
     mode = "shared" if keys is None else "k_is_v" if values is None else "own"
     heads = queries.shape[1] // dim // norms.q_step
     kv_heads = heads if keys is None else keys.shape[1] // dim
-    v = next(count for count in (1, 2, 4, 8) if count * 64 >= dim or count == 8)
+    v = _values_a_lane(dim)
     # A place of a token is a row of the cache here: [n, Hkv, 1, D].
     k_rows, v_rows = (None if one is None else one.transpose(0, 1)[:, :, None] for one in (k_out, v_out))
     tensors = (queries, keys, values, norms.q, norms.k, q_out, k_out, v_out)
     if (
-        module is None or not _runs(module, queries) or why_not(heads, kv_heads, dim, queries.dtype)
+        module is None or not layouts.takes(module, queries) or why_not(heads, kv_heads, dim, queries.dtype)
         or not q_out.is_contiguous() or not all(_fits(x, queries, v) for x in tensors) or cos.shape[1] // 2 % v
         or not _turns_fit(norms, cos, sin, queries, v)
         or (keys is not None and values is not None and keys.stride(0) != values.stride(0))
@@ -357,7 +354,7 @@ def turns(
     """Write cos and sin of each row's position for one or two kinds of layers. positions [n] int64; a kind is (inv_freq [R / 2]
     float32, the factor of cos and sin, cos and sin [n, R] to write)."""
     assert 1 <= len(kinds) <= 2
-    if module is None or not _runs(module, kinds[0][2]) or any(kind[0].numel() > 256 for kind in kinds):
+    if module is None or not layouts.takes(module, kinds[0][2]) or any(kind[0].numel() > 256 for kind in kinds):
         for inv_freq, factor, cos, sin in kinds:
             angles = torch.cat((positions[:, None].float() * inv_freq,) * 2, dim=-1)
             cos.copy_(angles.cos() * factor)
@@ -367,7 +364,7 @@ def turns(
     for inv_freq, factor, cos, sin in (*kinds, *[kinds[0]] * (2 - len(kinds))):
         assert inv_freq.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
         given += [inv_freq, inv_freq.numel(), float(factor), cos, sin]
-    module.launch("turns", (len(kinds), positions.shape[0]), (256,), [*given, _half(kinds[0][2])], dependent=dependent)
+    module.launch("turns", (len(kinds), positions.shape[0]), (256,), [*given, layouts.half(kinds[0][2])], dependent=dependent)
 
 
 # Attention -----------------------------------------------------------------------------------------------------------
@@ -471,7 +468,7 @@ def _may_attend(
 ) -> bool:  # fmt: skip
     kv_heads = keys.shape[-3]
     return (
-        module is not None and _runs(module, q) and why_not(heads, kv_heads, dim, q.dtype) is None
+        module is not None and layouts.takes(module, q) and why_not(heads, kv_heads, dim, q.dtype) is None
         and keys.is_contiguous() and values.is_contiguous() and out.is_contiguous()
         and q.shape[0] * kv_heads <= _COUNTERS and all(_fits(x, q, 8) for x in (q, keys, values, out))
     )  # fmt: skip
@@ -538,7 +535,7 @@ def gated(
     """Write act(gate) * up. Shapes: [n, I] each, rows may be strided. kind: one of ACTIVATIONS."""
     assert kind in ACTIVATIONS, kind
     n, width = gate.shape
-    if module is None or not _runs(module, gate) or not all(_fits(x, gate, 1) for x in (gate, up, out)):
+    if module is None or not layouts.takes(module, gate) or not all(_fits(x, gate, 1) for x in (gate, up, out)):
         gate = gate.contiguous()  # in float32, torch has other rounding over strided rows
         act = functional.silu(gate) if kind == "silu" else functional.gelu(gate, approximate=_GELU[kind])
         out.copy_(act * up)
@@ -546,7 +543,7 @@ def gated(
     v = 8 if width % 8 == 0 and all(_fits(x, gate, 8) for x in (gate, up, out)) else 1
     module.launch(
         f"gated_{v}", (-(-width // (128 * v)), n), (128,),
-        [gate, gate.stride(0), up, up.stride(0), out, out.stride(0), width, ACTIVATIONS.index(kind), _half(gate)],
+        [gate, gate.stride(0), up, up.stride(0), out, out.stride(0), width, ACTIVATIONS.index(kind), layouts.half(gate)],
         dependent=dependent,
     )  # fmt: skip
 
@@ -554,13 +551,13 @@ def gated(
 def add_gated(y: Tensor, made: Tensor, gate: Tensor | None, module: nvrtc.Module | None = None) -> Tensor:
     """Add made, or with a gate sigmoid(gate) * made, to y, and return y. Shapes: [n, D], gate [n, 1]; rows may be strided."""
     given = (made, y) if gate is None else (gate, made, y)
-    if module is None or not _runs(module, y) or not all(_fits(x, y, 1) for x in given):
+    if module is None or not layouts.takes(module, y) or not all(_fits(x, y, 1) for x in given):
         return y.add_(made if gate is None else torch.sigmoid(gate) * made)
     n, width = y.shape
     v = 8 if width % 8 == 0 and all(_fits(x, y, 8) for x in given[-2:]) else 1
     module.launch(
         f"add_gated_{v}", (-(-width // (128 * v)), n), (128,),
-        [y, y.stride(0), made, made.stride(0), gate, 0 if gate is None else gate.stride(0), width, _half(y)],
+        [y, y.stride(0), made, made.stride(0), gate, 0 if gate is None else gate.stride(0), width, layouts.half(y)],
     )  # fmt: skip
     return y
 

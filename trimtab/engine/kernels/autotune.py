@@ -23,7 +23,7 @@ from trimtab.engine.kernels import embed_and_logits as ends
 from trimtab.engine.kernels import gemm4 as many_rows
 from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import layouts
-from trimtab.engine.kernels.selfcheck import graph_us, pair_us, random_values, relative_error
+from trimtab.engine.kernels.selfcheck import exact_changes, graph_us, pair_us, random_values, relative_error
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
 from trimtab.formats.record import stored_format
@@ -67,10 +67,8 @@ def check(
     ]
     inputs = random(most, columns).to(dtype)
     base = _exact(inputs, weights)
-    changes = [s * (inputs.double() @ A.double().T @ B.double().T) for A, B, s in (one for _, one in slots if one)]
-    changed = torch.cat(changes, dim=1)
-    changed[1::2] = 0  # every other row has no adapter
-    both = base + changed
+    own = [1 - i % 2 for i in range(most)]  # every other row has no adapter
+    both = base + torch.cat([exact_changes(inputs, one, own) for one in slots], dim=1)
     for n in rows:
         if cut is not None and cut.n != n:
             continue
@@ -81,7 +79,7 @@ def check(
         matvec.matvec4(x, weights, out, module=module, cut=cut)
         if (error := relative_error(out, base[:n], least)) > limit:
             return f"{n} rows over {counts} x {columns}: relative error {error:.1e}"
-        lora = matvec.lora_args(slots, torch.tensor([1 - i % 2 for i in range(n)], dtype=torch.int32, device=device), rank)
+        lora = matvec.lora_args(slots, torch.tensor(own[:n], dtype=torch.int32, device=device), rank)
         out.fill_(math.nan)
         lora.low.fill_(math.nan)
         matvec.matvec4(x, weights, out, lora=lora, module=module, cut=cut)
@@ -271,13 +269,11 @@ def compile_tried(
     products: Iterable[tuple[Sequence[Packed], int, bool]], module: nvrtc.Module, dtype: torch.dtype, *, limit: int = 8
 ) -> None:
     """Compile, several at once, the cuts that `tune` will try for these products (weights, rows, whether two are multiplied)."""
-    wanted = set()
-    for weights, n, pair in products:
-        for number, cut in enumerate(cuts.unlike(matvec.ways(weights, n, module, pair=pair), limit)):
-            # The first is the most likely to be chosen.
-            for normed in (False, True) if number == 0 and cut.may_be_normed else (False,):
-                wanted.add(matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair, normed=normed))
-    module.compile_variants(sorted(wanted))
+    tried = ((one, cuts.unlike(matvec.ways(*one[:2], module, pair=one[2]), limit)) for one in products)
+    compile_cuts([  # the first is the most likely to be chosen
+        (weights, pair, replace(cut, normed=number == 0 and cut.may_be_normed))
+        for (weights, _, pair), ways in tried for number, cut in enumerate(ways)
+    ], module, dtype)  # fmt: skip
 
 
 def jobs(
@@ -357,7 +353,7 @@ def compile_cuts(
 
 def keep_tuned(module: nvrtc.Module) -> None:
     """Keep the cuts that were measured on this card for later processes."""
-    launch_configs.keep(matvec.target_of(module), matvec.tuned_cuts(module), releases())
+    launch_configs.keep(matvec.target_of(module), matvec.tuned_cuts(module))
 
 
 def releases() -> dict[str, str]:

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.engine.cuda import nvrtc
+from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.selfcheck import LARGEST_ERROR, random_values, relative_error
 
 NAMES = ("delta_conv", "delta_rule", "delta_norm")
-_TYPES = (torch.bfloat16, torch.float16)
 _COLUMNS, _PART = 16, 32  # columns of a block; tokens of a block of the convolution
 _EPS = 1e-6  # of the lengths of keys and queries
 
@@ -72,8 +72,8 @@ def load(device: torch.device | str, shape: DeltaShape, dtype: torch.dtype) -> n
 
 def why_not(shape: DeltaShape, dtype: torch.dtype) -> str | None:
     """Return why a layer of this shape has no kernels (torch does its part), None if it has."""
-    if dtype not in _TYPES:
-        return f"the activation is {dtype}, not bfloat16 or float16"
+    if (why := layouts.why_not_type(dtype)) is not None:
+        return why
     # A lane has 1 value of a key, or whole words of two.
     if shape.key_dim not in (32, 64, 128, 192, 256) or shape.value_dim % 32 or shape.value_heads % max(shape.key_heads, 1):
         return f"heads of {shape.key_dim} and {shape.value_dim} values: keys have 32, 64, 128, 192 or 256, values multiples of 32"
@@ -95,7 +95,7 @@ def delta_net(
     """
     qkv, z, b, a = products
     rows, total = qkv.shape[0] // tokens, qkv.shape[0]
-    if module is None or qkv.device != module.device or qkv.dtype not in _TYPES:
+    if module is None or qkv.device != module.device or qkv.dtype not in layouts.TYPES:
         _delta_net_torch(products, shape, weights, conv[:rows], state[:rows], out, tokens, count, live)
         return
     assert conv.is_contiguous() and state.is_contiguous() and state.dtype == torch.float32 and out.is_contiguous()

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.cuda.check_cache import CardEntries
 from trimtab.engine.formats.packed import Columns, LayerProduct, Matmul, Packed
 from trimtab.engine.formats.weights import dequantize, dequantize_at
-from trimtab.engine.kernels import layouts
+from trimtab.engine.kernels import layouts, selfcheck
 from trimtab.engine.kernels.gemv4 import LoraColumns
 from trimtab.engine.kernels.selfcheck import KernelFamily, Times, first_reason, pair_us, random_values, relative_error
 from trimtab.engine.layers.leaves import Dequantized, GatheredTable, Leaf, PackedTable, ResidentLeaf
@@ -34,7 +34,6 @@ NAMES = (
     "in_order",
 )  # fmt: skip
 UNPACKS, ADDS = "unpacked 4-bit weights", "adapters of a prompt"
-_TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/prompt.cu: values of a block that unpacks, tokens and columns of one that adds, and how much of x one sums.
 _UNPACKED, _TOKENS, _COLUMNS, _SLICE, _THREADS = 8192, 8, 512, 1024, 256
 # Tokens of one that sums by tensor cores, and the most of one that adds; blocks that a GPU of any size has work for.
@@ -66,7 +65,7 @@ def load(device: torch.device | str) -> nvrtc.Module:
 
 def can_unpack(packed: Packed) -> bool:
     """Whether the kernel knows this form of a weight."""
-    return packed.dtype in _TYPES and stored_format(packed.kind).unpacks(packed.shape, packed.blocks)
+    return packed.dtype in layouts.TYPES and stored_format(packed.kind).unpacks(packed.shape, packed.blocks)
 
 
 def fits_type(packed: Packed, dtype: torch.dtype) -> bool:
@@ -103,17 +102,19 @@ def read_tables(hf_model: HFModel, kernels: PromptKernels) -> None:
         if not isinstance(table, PackedTable | GatheredTable) or table.stored is None or not can_unpack(table.stored):
             continue
         count = len(table.stored.parts["weight"])
-        ids, reasons = torch.tensor([0, count - 1, count // 2], device=module.device), dict[str, str]()
+        ids = torch.tensor([0, count - 1, count // 2], device=module.device)
 
         def check(module: nvrtc.Module, packed: Packed = table.stored, ids: Tensor = ids) -> str | None:
             is_same = torch.equal(unpack_rows(packed, ids, module), dequantize_at(packed, ids))
             return None if is_same else "its kernel's values are not those of the format"
 
         # Not kept: the check compiles its variant.
-        family = KernelFamily(f"rows of {table.module_path}", (), lambda: module, check)
-        if family.choose(KeptChecks(), reasons, {}, module.device) is not None:
+        family = KernelFamily(f"rows of {table.module_path}", None, lambda: module, check)
+        _, why = family.choose_alone(module.device)
+        if why is None:
             table.read = partial(unpack_rows, module=module)
-        kernels.reasons.extend(reasons.items())
+        else:
+            kernels.reasons.append((family.name, why))
 
 
 def unpacking(packed: Packed, module: nvrtc.Module) -> tuple[nvrtc.Module, str]:
@@ -128,7 +129,7 @@ def unpack_arguments(packed: Packed, weight: Tensor) -> list[nvrtc.Argument]:
     sizes = [*(size.bit_length() - 1 for size in packed.blocks), 0] if packed.blocks else [packed.shape[1], 0]
     return [
         *layouts.tensors(packed), nested_code, code, nvrtc.Long(packed.shape[0] * packed.shape[1]), *sizes[:2], weight,
-        int(weight.dtype == torch.float16),
+        layouts.half(weight),
     ]  # fmt: skip
 
 
@@ -145,7 +146,7 @@ def add(
     if module is None or not can_add(A, B, x, y):
         change = functional.linear(functional.linear(x.float(), A), B).mul_(scale)
         return y.copy_(y + change.to(y.dtype) if round_change else y.float() + change)
-    n, rank, half = x.shape[0], A.shape[0], int(x.dtype == torch.float16)
+    n, rank, half = x.shape[0], A.shape[0], layouts.half(x)
     slices, columns = -(-x.shape[1] // _SLICE), -(-y.shape[1] // _COLUMNS)
     low = torch.empty(slices, n, rank, device=x.device)
     given: list[nvrtc.Argument] = [x, x.stride(0), n, x.shape[1], A, rank, low]
@@ -172,9 +173,9 @@ def add_rows(
     Shapes: x [rows * tokens, D_in], y [rows * tokens, D_out], row_slots [rows] int32, -1 for a row without. tokens: a power of two,
     16 or more; D_in a multiple of 4. largest_rank: of all slots.
     """
-    n, half = x.shape[0], int(x.dtype == torch.float16)
+    n, half = x.shape[0], layouts.half(x)
     assert n == row_slots.numel() * tokens and tokens >= _TENSOR_TOKENS and tokens & (tokens - 1) == 0
-    assert x.dtype == y.dtype and x.dtype in _TYPES and x.stride(1) == y.stride(1) == 1 and largest_rank <= _MOST_RANK
+    assert x.dtype == y.dtype and x.dtype in layouts.TYPES and x.stride(1) == y.stride(1) == 1 and largest_rank <= _MOST_RANK
     assert x.shape[1] % 4 == 0 and x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0
     assert y.shape[1] % 2 == 0 and y.stride(0) % 2 == 0 and y.data_ptr() % 4 == 0
     slices, columns = -(-x.shape[1] // _SLICE), -(-y.shape[1] // _COLUMNS)
@@ -204,7 +205,7 @@ def add_rows(
 def can_add(A: Tensor, B: Tensor, x: Tensor, y: Tensor) -> bool:
     """Whether the kernels know tensors of these shapes and types."""
     return (
-        x.dtype == y.dtype and x.dtype in _TYPES and A.dtype == B.dtype == torch.float32 and A.shape[0] <= _MOST_RANK
+        x.dtype == y.dtype and x.dtype in layouts.TYPES and A.dtype == B.dtype == torch.float32 and A.shape[0] <= _MOST_RANK
         and A.is_contiguous() and B.is_contiguous() and A.data_ptr() % 16 == 0 and x.shape[1] % 4 == 0
         and x.stride(1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0
         and y.shape[1] % 2 == 0 and y.stride(1) == 1 and y.stride(0) % 2 == 0 and y.data_ptr() % 4 == 0
@@ -250,7 +251,7 @@ class PromptKernels(Dequantized):
 
     def dense(self, leaves: Sequence[Leaf], x: Tensor) -> tuple[Tensor, Tensor] | None:
         """See `Dequantized`; None where the kernel does not know x or the weight of the one layer."""
-        if len(leaves) > 1 or x.dtype not in _TYPES:
+        if len(leaves) > 1 or x.dtype not in layouts.TYPES:
             return None
         packed, room = leaves[0].packed(), self._weights.get(x.dtype)
         if not fits_type(packed, x.dtype) or not can_unpack(packed):
@@ -306,7 +307,7 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
 
     A model without such layers has nothing to unpack, and no reason is given for that.
     """
-    if device.type != "cuda" or dtype not in _TYPES:
+    if device.type != "cuda" or dtype not in layouts.TYPES:
         return PromptKernels()
     trials: list[_Trial] = []
 
@@ -317,9 +318,9 @@ def choose(hf_model: HFModel, device: torch.device, dtype: torch.dtype) -> Promp
             unpacking(one.packed(), made)  # a capture finds it compiled
         return made
 
-    checks, measured, reasons = KeptChecks.of(device), Times(), dict[str, str]()
-    module = KernelFamily("kernels of a prompt", (), loaded, lambda module: None).choose(KeptChecks(), reasons, {}, device)
-    if module is None:
+    checks, measured, reasons = CardEntries.of(device), Times(), dict[str, str]()
+    family = KernelFamily("kernels of a prompt", None, loaded, lambda module: None)
+    if (module := family.choose(checks, reasons, measured, device)) is None:
         return PromptKernels(reasons=[*reasons.items()])
     leaves, leaf, kinds, form, width = trials[0]
 
@@ -427,20 +428,16 @@ def wrong_add_rows(module: nvrtc.Module, dtype: torch.dtype, *, tokens: Sequence
     without, in float64."""
     random = random_values(module.device, 2)
     wide, high, slots = 1040, 1030, (1, -1, 0, 1)
-    pairs = [(random(rank, wide) / wide**0.5, random(high, rank)) for rank in (8, 12)]
+    pairs = [(random(rank, wide) / wide**0.5, random(high, rank), scale) for rank, scale in ((8, 0.5), (12, 2.0))]
     columns = LoraColumns(
-        torch.tensor([A.data_ptr() for A, _ in pairs], device=module.device),
-        torch.tensor([B.data_ptr() for _, B in pairs], device=module.device),
+        torch.tensor([A.data_ptr() for A, *_ in pairs], device=module.device),
+        torch.tensor([B.data_ptr() for _, B, _ in pairs], device=module.device),
         torch.tensor([8, 12], dtype=torch.int32, device=module.device), torch.tensor([0.5, 2.0], device=module.device),
     )  # fmt: skip
     for number, count in enumerate(tokens):
         x, y = random(len(slots) * count, wide).to(dtype), random(len(slots) * count, high).to(dtype)
-        expected = y.double()
-        for row, slot in enumerate(slots):
-            part = slice(row * count, (row + 1) * count)
-            if slot >= 0:
-                A, B = pairs[slot]
-                expected[part] += (0.5, 2.0)[slot] * (x[part].double() @ A.double().T @ B.double().T)
+        of_tokens = [slot for slot in slots for _ in range(count)]
+        expected = y.double() + selfcheck.exact_changes(x, pairs, of_tokens)
         row_slots = torch.tensor(slots, dtype=torch.int32, device=module.device)
         actual = add_rows(columns, row_slots, count, x, y.clone(), module, largest_rank=16, round_change=bool(number % 2))
         if (error := relative_error(actual, expected)) >= LARGEST_ERROR:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trimtab.engine.cuda import launch_config as cuts
 from trimtab.engine.cuda import shipped_configs as launch_configs
-from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.cuda.check_cache import CardEntries
 from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig
 from trimtab.engine.formats.packed import LayerProduct, Matmul, Packed
 from trimtab.engine.kernels import attention_and_norms as fused
@@ -28,7 +28,7 @@ from trimtab.engine.kernels.dequantize import packed_heads
 from trimtab.engine.kernels.embed_and_logits import Sizes
 from trimtab.engine.kernels.experts import Mixture
 from trimtab.engine.kernels.gemv4 import PLAIN, NormForm
-from trimtab.engine.kernels.selfcheck import KernelFamily, Times, first_reason, random_values
+from trimtab.engine.kernels.selfcheck import KernelFamily, Times, exact_changes, first_reason, random_values
 from trimtab.engine.layers.leaves import Leaf, ResidentLeaf
 from trimtab.formats.record import DEQUANTIZED_VALUES, stored_format
 from trimtab.planning.values.execution import CHECK_BYTES, KERNEL_ROWS, PRODUCT_ROWS
@@ -56,7 +56,6 @@ PAGES = "attention over pages"
 UNREAD = "no layer of this model is in a form that they read"
 # Rows of a product of many that is timed.
 TIMED_ROWS = 32
-_TYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +94,7 @@ class DeviceKernels:
     experts: nvrtc.Module | None = None
     configs: dict[CutKey, str] = field(default_factory=dict)
     rejected: dict[CutKey, str] = field(default_factory=dict)
-    checks: KeptChecks = field(default_factory=KeptChecks)
+    checks: CardEntries = field(default_factory=CardEntries)
 
     @contextmanager
     def overlapping(self, wanted: bool) -> Iterator[None]:
@@ -124,10 +123,10 @@ class DeviceKernels:
         """Return the kernels that choose adapters by table, for a step that stays with the model's own modules."""
         chosen, key = of_this_process().for_adapters, (str(device), dtype)
         if key not in chosen:
-            checks, left_out = KeptChecks.of(device), dict[str, str]()
-            why = None if dtype in _TYPES else f"the model computes in {dtype}, not in bfloat16 or float16"
+            checks, left_out = CardEntries.of(device), dict[str, str]()
             compiled = KernelFamily(
-                ADAPTERS, (str(dtype),), partial(matvec.load, device), partial(wrong_lora, dtype=dtype), lambda _: why
+                ADAPTERS, (str(dtype),), partial(matvec.load, device), partial(wrong_lora, dtype=dtype),
+                lambda _: layouts.why_not_type(dtype),
             ).choose(checks, left_out, {})  # fmt: skip
             checks.save()
             chosen[key] = DeviceKernels(None, compiled, left_out, checks=checks)
@@ -327,10 +326,8 @@ class DeviceKernels:
         """Return why attention over pages is not used, None if it is or torch computes it. Not kept: the check compiles it."""
         if (small := self.small) is None:
             return None
-        reasons: dict[str, str] = {}
-        family = KernelFamily(PAGES, (), lambda: small, lambda module: fused_check.check_pages(module, kinds, dtype))
-        family.choose(KeptChecks(), reasons, {}, small.device)
-        return reasons.get(PAGES)
+        family = KernelFamily(PAGES, None, lambda: small, lambda module: fused_check.check_pages(module, kinds, dtype))
+        return family.choose_alone(small.device)[1]
 
     def measure(self, group: Sequence[Leaf], dtype: torch.dtype) -> tuple[float, float]:
         """Measure a group's product for one row: µs of ours and of the layers' own."""
@@ -446,7 +443,7 @@ def _choose(
     device, dtype = first[0][0].device, first[0][0].dtype
     left_out: dict[str, str] = {}
     measured: Times = {}
-    checks = KeptChecks.of(device)
+    checks = CardEntries.of(device)
     forms = [(_form_of([leaf.packed() for leaf in group]), pair_kind(group)) for group in first]
     counts, has_many = [n for n in PRODUCT_ROWS if n <= rows], rows > KERNEL_ROWS
     compiled = "compiled ahead", str(dtype), forms, list(attention), norm, counts, has_many, list(deltas), list(mixtures or ())
@@ -553,11 +550,7 @@ def wrong_lora(module: nvrtc.Module, dtype: torch.dtype) -> str | None:
         x, before = random(n, wide).to(dtype), random(n, high).to(dtype)
         y = before.clone()
         matvec.lora_add(y, args, module, x=x)
-        wanted = before.double()
-        for i, number in enumerate(numbers):
-            if number >= 0:
-                A, B, scale = adapters[number]
-                wanted[i] += scale * (B.double() @ (A.double() @ x[i].double()))
+        wanted = before.double() + exact_changes(x, adapters, numbers)
         if (error := tuning.relative_error(y, wanted)) > tuning.LARGEST_ERROR:
             return f"{n} rows of {wide} values: relative error {error:.1e}"
     return None

@@ -13,12 +13,12 @@ from torch.nn import functional
 
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.kernels import attention_and_norms as fused
+from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels import selfcheck as fused_check
 
 MAX_LAYER = 256  # values of one layer's own input
 NAMES = ("rows", "per_layer", "likeliest_8", "likeliest_1")
 _MAX_ROWS = 64  # of `argmax_logits`, whose blocks find each other by a counter a row
-_TYPES = (torch.bfloat16, torch.float16)
 # A check at load must not need memory that the plan does not know of: few rows of a table, and whole rows of scores once.
 _CHECKED_IDS, _CHECKED_SCORES = 64, 2**14
 
@@ -69,14 +69,6 @@ def prepare(module: nvrtc.Module) -> None:
     module.scratch["arrived"] = torch.zeros(_MAX_ROWS, dtype=torch.int32, device=module.device)
 
 
-def _runs(module: nvrtc.Module | None, x: Tensor) -> bool:
-    return module is not None and x.device.type == module.device.type and x.dtype in _TYPES
-
-
-def _half(x: Tensor) -> int:
-    return int(x.dtype == torch.float16)
-
-
 # In front of the first layer ------------------------------------------------------------------------------------------
 
 
@@ -95,7 +87,7 @@ def rows(
     tensors = [x for one in lookups for x in (one.table, one.out)] + ([] if norm is None else [norm[0], norm[2]])
     assert 1 <= len(lookups) <= 2 and (ring is None or ring[1] > 0)
     if (
-        module is None or not _runs(module, like) or not ids.is_contiguous() or widths[0] > fused.MAX_WIDTH
+        module is None or not layouts.takes(module, like) or not ids.is_contiguous() or widths[0] > fused.MAX_WIDTH
         or any(width % 8 for width in widths)
         or any(x.dtype != like.dtype or not x.is_contiguous() or x.data_ptr() % 16 for x in tensors if x is not None)
     ):  # fmt: skip
@@ -114,7 +106,7 @@ def rows(
         given += [one.table, one.table.shape[0], one.table.shape[1], float(one.scale), int(one.in_order), one.out]
     given += [None, 0.0, None] if norm is None else [norm[0], float(norm[1]), norm[2]]
     given += [None, 1, None] if ring is None else list(ring)
-    given += [fused.FORMS.index(form), _half(like)]
+    given += [fused.FORMS.index(form), layouts.half(like)]
     module.launch("rows", (blocks, ids.numel()), (threads,), given, dependent=dependent)
 
 
@@ -129,7 +121,7 @@ def per_layer(
     n, layers, width = own.shape
     tensors = (product, own, out) if weight is None else (product, own, out, weight)
     if (
-        module is None or not _runs(module, product) or width % 8 or width > MAX_LAYER
+        module is None or not layouts.takes(module, product) or width % 8 or width > MAX_LAYER
         or not own[0].is_contiguous() or not out.is_contiguous()
         or any(x.dtype != product.dtype or x.stride(-1) != 1 or x.data_ptr() % 16 for x in tensors)
         or product.stride(0) % 8 or own.stride(0) % 8
@@ -143,7 +135,7 @@ def per_layer(
         "per_layer", (-(-layers // 4), n), (128,),
         [
             product, product.stride(0), own, own.stride(0), weight, float(eps), float(scale), float(factor), out, layers,
-            width, _half(product),
+            width, layouts.half(product),
         ],
         dependent=dependent,
     )  # fmt: skip
@@ -192,7 +184,7 @@ def argmax_logits(
     """
     n, width = logits.shape
     if (
-        module is None or not _runs(module, logits) or n > _MAX_ROWS or logits.stride(1) != 1
+        module is None or not layouts.takes(module, logits) or n > _MAX_ROWS or logits.stride(1) != 1
         or (softcap is not None and not softcap > 0)
     ):  # fmt: skip
         if softcap is not None:
@@ -214,7 +206,7 @@ def argmax_logits(
         [
             logits, logits.stride(0), cap, inverse, scores, tokens, following,
             0 if following is None else following.stride(0), module.scratch["best"], module.scratch["arrived"], width,
-            _half(logits),
+            layouts.half(logits),
         ],
         dependent=dependent,
     )  # fmt: skip
@@ -226,8 +218,8 @@ def argmax_logits(
 
 def why_not(sizes: Sizes, dtype: torch.dtype) -> str | None:
     """Return why a model of these sizes has no kernels (torch does its part), None if it has."""
-    if dtype not in _TYPES:
-        return f"the activation is {dtype}, not bfloat16 or float16"
+    if (why := layouts.why_not_type(dtype)) is not None:
+        return why
     if sizes.width % 8 or sizes.per_layer % 8 or sizes.per_layer > MAX_LAYER:
         return f"widths of {sizes.width} and {sizes.per_layer} are not multiples of 8, the second up to {MAX_LAYER}"
     return None

@@ -18,7 +18,7 @@ from trimtab.engine.formats.weights import dequantize, exact_rows
 from trimtab.engine.kernels import attention_and_norms as fused
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.dequantize import can_unpack, fits_type
-from trimtab.engine.kernels.selfcheck import relative_error
+from trimtab.engine.kernels.selfcheck import random_values, relative_error
 from trimtab.engine.lora.layers import StackChange
 from trimtab.engine.tiers.near_experts import NearExperts
 from trimtab.formats.record import stored_format
@@ -30,7 +30,6 @@ NAMES = (
     "experts_low", "experts_gate_up", "experts_down", "experts_sort", "experts_many_low", "experts_many_gate_up",
     "experts_many_down", "experts_many_sum", "experts_assign", "experts_turns", "experts_fetch",
 )  # fmt: skip
-_TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/experts.cu: columns of a warp, warps of a block, words of a change, and outputs of a block of stacks that are
 # not packed: of gate and of up, and of down.
 _CHUNK, _MOST_WARPS, _CHANGE_WORDS = 256, 24, 8
@@ -141,8 +140,8 @@ def options(stack: Packed | Tensor, dtype: torch.dtype) -> tuple[str, ...]:
 
 def why_not(mixture: Mixture, n: int, top_k: int, dtype: torch.dtype, device: torch.device | str) -> str | None:
     """Return why the kernels do not compute this mixture for n rows on this device, None if they do."""
-    if dtype not in _TYPES:
-        return f"the activation is {dtype}, not bfloat16 or float16"
+    if (why := layouts.why_not_type(dtype)) is not None:
+        return why
     if mixture.activation not in fused.ACTIVATIONS:
         return f"the activation function is {mixture.activation}, not one of {', '.join(fused.ACTIVATIONS)}"
     if not 1 <= n <= MOST_ROWS or not 1 <= top_k <= MOST_CHOSEN:
@@ -169,7 +168,7 @@ def why_not_many(shapes: Sequence[Sequence[int]]) -> str | None:
 
 
 def _why_not_read(stack: Packed | Tensor, dtype: torch.dtype, *, multiple: int) -> str | None:
-    if stack.dtype != dtype and not (isinstance(stack, Packed) and fits_type(stack, dtype) and stack.dtype in _TYPES):
+    if stack.dtype != dtype and not (isinstance(stack, Packed) and fits_type(stack, dtype) and stack.dtype in layouts.TYPES):
         return f"the stack is {stack.dtype}, not {dtype}"
     if any(size % multiple for size in stack.shape[1:]):
         return f"matrices of {list(stack.shape[1:])} are not multiples of {multiple}"
@@ -514,10 +513,7 @@ def check(
     in float64 in addition to the mixture."""
     count, both, width = mixture.gate_up.shape
     inner = both // 2
-    generator = torch.Generator(device=module.device).manual_seed(1)
-
-    def random(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, device=module.device, generator=generator)
+    random = random_values(module.device, 1)
 
     def change(rank: int, columns: int, outputs: int, first: int) -> list[StackChange | None]:
         A, B = random(1, rank, columns) / columns**0.5, random(1, outputs, rank) / rank**0.5
@@ -528,7 +524,7 @@ def check(
     for n in (*rows, MOST_ROWS + 2) if is_many else rows:
         top_k = top_k if n <= MOST_ROWS else min(top_k, 2)
         x, weights = random(n, width).to(dtype), random(n, top_k).abs()
-        index = torch.rand(n, count, device=module.device, generator=generator).argsort(dim=1)[:, :top_k].contiguous()
+        index = random(n, count).argsort(dim=1)[:, :top_k].contiguous()
         slots = -(torch.arange(n if n <= MOST_ROWS else 2, device=module.device, dtype=torch.int32) % 2)
         tables = lora_tables(changes, slots, count)  # every other row has none
         for lora in (None, tables) if n <= MOST_ROWS else (tables,):

@@ -17,7 +17,7 @@ from trimtab.engine.kernels import gemv4 as matvec
 from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.dequantize import fits_type
 from trimtab.engine.kernels.gemv4 import LoraArgs
-from trimtab.engine.kernels.selfcheck import random_values
+from trimtab.engine.kernels.selfcheck import exact_changes, random_values
 from trimtab.engine.layers.leaves import Leaf
 from trimtab.formats.record import rounds_change, stored_format
 from trimtab.planning.values.execution import CHECK_BYTES
@@ -27,7 +27,6 @@ MOST_ROWS, MOST_TOKENS = 64, 128
 # (columns.py). All products of E4B's step: bench/results/many_rows.json.
 PAYING_ROWS = 16
 NAMES = ("rows_product_16", "rows_product_32", "rows_product_64", "rows_low", "rows_up", "in_order")
-_TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/rows.cu.
 _CHUNK, _UNIT, _THREADS, _UP, _RANKS = 256, 128, 256, 256, 8
 _TILES, _STAGES = (16, 32, 64), 2
@@ -55,7 +54,7 @@ def why_not(packed: Packed, dtype: torch.dtype) -> str | None:
     """Return why the kernel cannot multiply with this weight, None if it can."""
     if layouts.layout(packed) is None:
         return layouts.why_not(packed)
-    if dtype not in _TYPES or not fits_type(packed, dtype):
+    if dtype not in layouts.TYPES or not fits_type(packed, dtype):
         return f"the activation is {dtype}, the weight is {packed.dtype}"
     if len(packed.shape) != 2 or packed.shape[1] % (chunk := chunk_of(packed)):
         return f"the rows of a weight of shape {list(packed.shape)} are not whole chunks of {chunk}"
@@ -116,15 +115,12 @@ def linear(
     round_change = rounds_change(weights[0].kind) if round_change is None else round_change
     biases = [*bias, *[None] * (matvec.MAX_MEMBERS - len(bias))][: len(weights)]
     if module is None:
-        start = 0
         if lora is not None:
             matvec.lora_shrink_torch(x, lora)
-        for m, packed in enumerate(weights):
-            part = out[:, start : start + packed.shape[0]]
+        for m, (packed, part) in enumerate(zip(weights, out.split([one.shape[0] for one in weights], dim=1), strict=True)):
             part.copy_(formats.unpacked_shell(packed, dequantize(packed), biases[m])(x))
             if lora is not None:
                 matvec.lora_add_torch(part, lora.member(m), round_change=round_change)
-            start += packed.shape[0]
         return
     n, columns = x.shape
     rows = [packed.shape[0] for packed in weights]
@@ -154,7 +150,6 @@ def linear(
     pieces = -(-n // tile)
     each, items, shared = each_of(rows, columns, module.multiprocessors, pieces, chunk=chunk_of(weights[0]))
     parts = torch.empty(shared, n, sum(rows), device=x.device) if shared > 1 else None
-    half = int(x.dtype == torch.float16)
     members: list[nvrtc.Argument] = []
     for packed, own in zip(weights, biases, strict=True):
         members += [*layouts.tensors(packed), own, packed.shape[0]]
@@ -163,7 +158,7 @@ def linear(
         f"rows_product_{tile}", (-(-items // each), 1, pieces), (_THREADS,),
         [
             own_x, own_x.stride(0), n, columns, *members, *layouts.tables(weights[0]), out, out.stride(0), parts, sum(rows), each,
-            items, half,
+            items, layouts.half(x),
         ],
         shared_bytes=shared_bytes(tile, scales),
     )  # fmt: skip
@@ -195,7 +190,7 @@ def shrink(x: Tensor, lora: LoraArgs, module: nvrtc.Module, *, dependent: bool |
         "rows_low", (n, members, -(-width // _RANKS)), (256,),
         [
             x, x.stride(0), x.shape[1], lora.A_ptr, lora.A_ptr.stride(0), lora.rank, lora.rank.stride(0), lora.row_slots, lora.low,
-            lora.low.stride(0), lora.low.stride(1), int(x.dtype == torch.float16),
+            lora.low.stride(0), lora.low.stride(1), layouts.half(x),
         ],
         dependent=dependent,
     )  # fmt: skip
@@ -224,7 +219,7 @@ def _up(
         "rows_up", (-(-sum(rows) // _UP), y.shape[0]), (_UP,),
         [
             y, y.stride(0), y.shape[0], *three, parts, *[*bias, None, None, None][:3], *given, int(round_change),
-            int(y.dtype == torch.float16), chunks, each,
+            layouts.half(y), chunks, each,
         ],
         dependent=dependent,
     )  # fmt: skip
@@ -264,27 +259,23 @@ def wrong(
         [(random(rank, columns) / columns**0.5, random(packed.shape[0], rank) / 8, 0.5) for rank in (8, 12)]
         for packed in weights
     ]  # fmt: skip
-    row_bytes = 12 * sum(packed.shape[0] for packed in weights)  # its parts in float32 and its outputs
+    outputs = [packed.shape[0] for packed in weights]
+    row_bytes = 12 * sum(outputs)  # its parts in float32 and its outputs
     for n in [one for one in counts if one * row_bytes <= CHECK_BYTES] or counts[:1]:
         x = random(n, columns).to(dtype)
-        numbers = torch.tensor([i % 3 - 1 for i in range(n)], dtype=torch.int32, device=device)
-        args = matvec.lora_args(adapters, numbers, 16)
-        actual = torch.empty(n, sum(packed.shape[0] for packed in weights), dtype=dtype, device=device)
+        numbers = [i % 3 - 1 for i in range(n)]
+        args = matvec.lora_args(adapters, torch.tensor(numbers, dtype=torch.int32, device=device), 16)
+        actual = torch.empty(n, sum(outputs), dtype=dtype, device=device)
         linear(x, weights, actual, lora=args, module=module)
-        off, size, start = 0.0, 0.0, 0
-        for m, packed in enumerate(weights):
-            part = actual[:, start : start + packed.shape[0]].double()
-            start += packed.shape[0]
+        off, size = 0.0, 0.0
+        for packed, own, part in zip(weights, adapters, actual.split(outputs, dim=1), strict=True):
             for rows in pieces_of(packed):
-                wanted = _exact(x, packed, rows)
-                for slot, (A, B, scale) in enumerate(adapters[m]):
-                    who = numbers == slot
-                    wanted[who] += scale * (x[who].double() @ A.double().T @ B[rows].double().T)
-                off += float((part[:, rows] - wanted).square().sum())
+                wanted = _exact(x, packed, rows) + exact_changes(x, [(A, B[rows], scale) for A, B, scale in own], numbers)
+                off += float((part[:, rows].double() - wanted).square().sum())
                 size += float(wanted.square().sum())
         error = (off / size) ** 0.5
         if not error < LARGEST_ERROR:
-            return f"{n} rows over {[packed.shape[0] for packed in weights]} x {columns}: relative error {error:.1e}"
+            return f"{n} rows over {outputs} x {columns}: relative error {error:.1e}"
     return None
 
 

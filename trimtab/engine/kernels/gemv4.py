@@ -187,17 +187,14 @@ def matvec4_torch(
         return
     if lora is not None:
         lora_shrink_torch(x, lora)
-    start = 0
-    for m, packed in enumerate(weights):
+    for m, (packed, part) in enumerate(zip(weights, out.split([one.shape[0] for one in weights], dim=1), strict=True)):
         y = torch.nn.functional.linear(formats.rounded(packed, x, is_input=True).float(), decoded(packed))
         if m < len(bias) and (added := bias[m]) is not None:
             y += added.float()
-        part = out[:, start : start + packed.shape[0]]
         part.copy_(formats.rounded(packed, y.to(out.dtype), is_input=False))
         for i in range(x.shape[0]):
             if lora is not None and (change := _changes(lora, i, m)) is not None:
                 part[i] = part[i] + (change.to(out.dtype) if rounds_change(packed.kind) else change)
-        start += packed.shape[0]
 
 
 def _apply_gate(wide: Tensor, gate: Gate, out: Tensor) -> None:
@@ -299,8 +296,8 @@ def why_not(packed: Packed, dtype: torch.dtype, device: torch.device | str, *, n
     form = stored_format(packed.kind)
     if form.layout is None:
         return layouts.unread(packed)
-    if dtype not in layouts.TYPES:
-        return f"the activation is {dtype}, not bfloat16 or float16"
+    if (why := layouts.why_not_type(dtype)) is not None:
+        return why
     size = LAYOUTS[form.layout].whole
     if len(packed.shape) != 2 or packed.shape[1] % size:
         return f"the rows of a weight of shape {list(packed.shape)} are not whole blocks of {size}"
@@ -540,7 +537,7 @@ def lora_add(
     module.launch(
         "lora_add", (blocks, n), (_LORA_THREADS,),
         [
-            x, 0 if x is None else x.stride(0), n, 0 if x is None else x.shape[1], int(y.dtype == torch.float16),
+            x, 0 if x is None else x.stride(0), n, 0 if x is None else x.shape[1], layouts.half(y),
             y, y.stride(0), y.shape[1], int(round_change), lora.A_ptr, lora.A_ptr.stride(0), lora.B_ptr, lora.rank,
             lora.rank.stride(0), lora.scale, lora.row_slots, lora.low, lora.low.stride(0), lora.low.stride(1), members,
             makers, shift,

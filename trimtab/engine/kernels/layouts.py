@@ -15,6 +15,21 @@ from trimtab.formats.record import HEADERS, stored_format
 TYPES = (torch.bfloat16, torch.float16)
 
 
+def why_not_type(dtype: torch.dtype) -> str | None:
+    """Return why no kernel computes with activations of a type, None if they do."""
+    return None if dtype in TYPES else f"the activation is {dtype}, not bfloat16 or float16"
+
+
+def takes(module: nvrtc.Module, x: Tensor) -> bool:
+    """Whether the kernels of a module may compute with x: of their device, in a type of theirs."""
+    return x.device.type == module.device.type and x.dtype in TYPES
+
+
+def half(x: Tensor) -> int:
+    """Return the kernels' number of a type."""
+    return int(x.dtype == torch.float16)
+
+
 def source(name: str) -> str:
     """Return a source of products behind the headers of every format."""
     return "".join(map(nvrtc.source, ("values.cuh", "packed.cuh", *HEADERS, name)))
@@ -108,8 +123,7 @@ def round_to_8(x: Tensor, weights: Sequence[Packed], module: nvrtc.Module | None
     module.variant(options(weights[0])).launch(
         "round_to_8", (-(-x.shape[1] // 2048), x.shape[0]), (256,),
         [
-            x, x.stride(0), out, out.stride(0), *[*widths, 0, 0][:3], *[*scales[: len(widths)], None, None][:3],
-            int(x.dtype == torch.float16),
+            x, x.stride(0), out, out.stride(0), *[*widths, 0, 0][:3], *[*scales[: len(widths)], None, None][:3], half(x),
         ],
     )  # fmt: skip
     return out

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
+from trimtab.engine.kernels import layouts
 from trimtab.engine.kernels.plain_attention import norm_torch
-from trimtab.engine.kernels.selfcheck import relative_error
+from trimtab.engine.kernels.selfcheck import random_values, relative_error
 
 # As in cuda/fused.cu.
 MOST_EXPERTS, MOST_CHOSEN, MOST_WIDTH = 512, 32, 8192
@@ -41,8 +42,8 @@ def normed(h: Tensor, scale: Tensor, factor: float, eps: float, module: nvrtc.Mo
     n, width = h.shape
     assert scale.dtype == h.dtype and scale.is_contiguous() and h.stride(1) == 1
     x = torch.empty(n, width, dtype=h.dtype, device=h.device)
-    half = int(h.dtype == torch.float16)
-    module.launch("route_input", (n,), (-(-width // 256) * 32,), [h, h.stride(0), scale, factor, x, width, eps, half])
+    given: list[nvrtc.Argument] = [h, h.stride(0), scale, factor, x, width, eps, layouts.half(h)]
+    module.launch("route_input", (n,), (-(-width // 256) * 32,), given)
     return x
 
 
@@ -62,7 +63,7 @@ def choose(logits: Tensor, form: Choice, scales: Tensor | None, module: nvrtc.Mo
         "route_choose", (n,), (32,),
         [
             logits, logits.stride(0), count, form.chosen, int(form.is_normed), scales, int(form.is_wide), index, weights,
-            int(logits.dtype == torch.float16),
+            layouts.half(logits),
         ],
     )  # fmt: skip
     return index, weights
@@ -70,17 +71,13 @@ def choose(logits: Tensor, form: Choice, scales: Tensor | None, module: nvrtc.Mo
 
 def check(module: nvrtc.Module, count: int, width: int, form: Choice, dtype: torch.dtype) -> str | None:
     """Return the error of the kernels on this device against float64, or None."""
-    generator = torch.Generator(device=module.device).manual_seed(1)
-
-    def random(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, device=module.device, generator=generator).to(dtype)
-
-    h, scale, scales = random(3, width), random(width), random(count)
+    random = random_values(module.device, 1)
+    h, scale, scales = (random(*size).to(dtype) for size in ((3, width), (width,), (count,)))
     exact = h.double() / (h.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * scale.double() * 0.1
     if (error := relative_error(normed(h, scale, 0.1, 1e-6, module), exact)) > _CHECK_ERROR[dtype]:
         return f"a router's input: relative error {error:.1e}"
     # Spaced so that no two are equal.
-    logits = (torch.rand(3, count, device=module.device, generator=generator).argsort(dim=-1) / 16).to(dtype)
+    logits = (random(3, count).argsort(dim=-1) / 16).to(dtype)
     index, weights = choose(logits, form, scales, module)
     chances = torch.softmax(logits.double(), dim=-1)
     most, wanted = chances.topk(form.chosen, dim=-1)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.cuda.check_cache import KeptChecks
+from trimtab.engine.cuda.check_cache import CardEntries
 from trimtab.engine.cuda.nvrtc import side_stream
 from trimtab.engine.kernels.attention_and_norms import (
     ACTIVATIONS,
+    MODES,
     AttentionShape,
     HeadNorms,
     add_gated,
@@ -48,13 +49,13 @@ _PIECE = 2**20
 
 @dataclass(frozen=True)
 class KernelFamily:
-    """Kernels that are used together, or not at all. name: in fallbacks. key: everything that decides the choice. load: compiles
-    them. check: returns their error against float64 or torch. unsupported: returns why they do not know the shapes, types or card.
-    measure: returns times; None: not timed. theirs, of: in the reason of slow ones. is_each: one that is slower is not used, the
-    others are."""
+    """Kernels that are used together, or not at all. name: in fallbacks. key: everything that decides the choice, None for one
+    that is not kept. load: compiles them. check: returns their error against float64 or torch. unsupported: returns why they do not
+    know the shapes, types or card. measure: returns times; None: not timed. theirs, of: in the reason of slow ones. is_each: one
+    that is slower is not used, the others are."""
 
     name: str
-    key: tuple[object, ...]
+    key: tuple[object, ...] | None
     load: Callable[[], nvrtc.Module]
     check: Callable[[nvrtc.Module], str | None]
     unsupported: Callable[[nvrtc.Module], str | None] = lambda module: None
@@ -64,14 +65,14 @@ class KernelFamily:
     is_each: bool = False
 
     def choose(
-        self, checks: KeptChecks, reasons: dict[str, str], measured: Times, device: torch.device | str = "cuda"
+        self, checks: CardEntries, reasons: dict[str, str], measured: Times, device: torch.device | str = "cuda"
     ) -> nvrtc.Module | None:  # fmt: skip
         """Return the module, or None with its reason in `reasons`. A check that passed on this card before is not repeated.
         measured: gets the times. Errors: those of a lost device, and of one without memory."""
         times: Times = {}
         try:
             module = self.load()
-            before = checks.find(self.name, *self.key)
+            before = None if self.key is None else checks.find(self.name, *self.key)
             if before is not None:
                 measured.update({one: (ours, theirs) for one, (ours, theirs) in before["us"].items()})
                 return module
@@ -84,15 +85,16 @@ class KernelFamily:
         except Exception as exc:
             why = reason_of(exc, device)
         if why is None:
-            checks.keep({"us": times}, self.name, *self.key)
+            if self.key is not None:
+                checks.keep({"us": times}, self.name, *self.key)
             return module
         reasons[self.name] = why
         return None
 
-    def choose_alone(self, device: torch.device, measured: Times) -> tuple[nvrtc.Module | None, str | None]:
+    def choose_alone(self, device: torch.device, measured: Times | None = None) -> tuple[nvrtc.Module | None, str | None]:
         """Return the same, with the reason, of a family that is chosen by itself: its checks are read and kept here."""
-        checks, reasons = KeptChecks.of(device), dict[str, str]()
-        module = self.choose(checks, reasons, measured, device)
+        checks, reasons = CardEntries() if self.key is None else CardEntries.of(device), dict[str, str]()
+        module = self.choose(checks, reasons, {} if measured is None else measured, device)
         checks.save()
         return module, reasons.get(self.name)
 
@@ -125,6 +127,19 @@ def relative_error(actual: Tensor, wanted: Tensor, least: float = 0.0) -> float:
     off, whole = sums.sqrt().tolist()
     error = off / max(whole, least, 1e-30)
     return error if math.isfinite(error) else math.inf
+
+
+def exact_changes(x: Tensor, adapters: Sequence[tuple[Tensor, Tensor, float] | None], slots: Sequence[int]) -> Tensor:
+    """Return scale * B A x [n, D_out] in float64 for x [n, D_in] and row i's adapter (A, B, scale) adapters[slots[i]]; 0 where the
+    slot is -1 or None is there."""
+    values = next(one[1].shape[0] for one in adapters if one is not None)
+    changes = torch.zeros(len(x), values, dtype=torch.float64, device=x.device)
+    for slot, adapter in enumerate(adapters):
+        if adapter is not None:
+            A, B, scale = adapter
+            rows = [i for i, own in enumerate(slots) if own == slot]
+            changes[rows] = scale * (x[rows].double() @ A.double().T @ B.double().T)
+    return changes
 
 
 def attend_exact(
@@ -207,14 +222,13 @@ def check(
 def _wrong_attention(
     module: nvrtc.Module, n: int, shape: AttentionShape, random: _Make, poisoned: _Make, wrong: _Wrong
 ) -> str | None:  # fmt: skip
-    heads, kv_heads, dim, norm, norms_values, _, is_gated, way, has_sinks, growth = shape
+    heads, kv_heads, dim = shape[:3]
     what = f"of {n} rows, {heads} heads over {kv_heads}, {dim} each"
     cos, sin = _turn_of(shape, n, random)
-    q_weight, k_weight = (None if norm is None else random(dim) for _ in range(2))
-    norms = HeadNorms(q_weight, k_weight, 1e-6, norm or "inside", norms_values, is_gated, way == "pairs")
-    sinks = random(heads) if has_sinks else None
+    norms = _norms_of(shape, random)
+    sinks = random(heads) if shape.has_sinks else None
     places = torch.arange(n, device=module.device) * 3 % 70
-    for mode, parts in (("own", 2), ("k_is_v", 1), ("shared", 0)):
+    for mode, parts in MODES.items():
         qkv = random(n, (heads * norms.q_step + parts * kv_heads) * dim)
         written, wanted = ((poisoned(n, kv_heads, 70, dim), poisoned(n, kv_heads, 70, dim)) for _ in range(2))
         turned = [poisoned(n, heads, dim) for _ in range(2)]
@@ -240,13 +254,13 @@ def _wrong_attention(
         positions = torch.tensor([max(0, position - 37 * i) for i in range(n)], device=module.device)
         for i in range(n):  # places that a row does not read are NaN
             keys[i, :, int(positions[i]) + 1 :] = values[i, :, int(positions[i]) + 1 :] = math.nan
-        given = (heads, cos, sin, norms, sinks, growth)
+        given = (heads, cos, sin, norms, sinks, shape.growth)
         if reason := _wrong_turn(module, *given, keys, values, positions, random, poisoned, wrong):
             return f"{reason} {what} over {length} places at {position}"
         q, out = random(n, heads, dim), poisoned(n, heads * dim)
         for scaling, softcap in ((dim**-0.5, None), (0.1, 3.0)):
-            attend(q, keys, values, positions, scaling, softcap, out, None, module, sinks=sinks, growth=growth)
-            exact = attend_exact(q, keys, values, positions, scaling, softcap, sinks, growth)
+            attend(q, keys, values, positions, scaling, softcap, out, None, module, sinks=sinks, growth=shape.growth)
+            exact = attend_exact(q, keys, values, positions, scaling, softcap, sinks, shape.growth)
             if reason := wrong(f"attend {what} over {length} places at {position}", [out], [exact]):
                 return reason
             out.fill_(math.nan)
@@ -260,6 +274,12 @@ def _turn_of(shape: AttentionShape, n: int, random: _Make) -> tuple[Tensor, Tens
     return (cos.float(), sin.float()) if shape.turn == "wide" else (cos, sin)
 
 
+def _norms_of(shape: AttentionShape, random: _Make) -> HeadNorms:
+    """Return the norms of a layer of this kind."""
+    q, k = (None if shape.norm is None else random(shape.dim) for _ in range(2))
+    return HeadNorms(q, k, 1e-6, shape.norm or "inside", shape.norms_values, shape.is_gated, shape.turn == "pairs")
+
+
 def _wrong_turn(
     module: nvrtc.Module, heads: int, cos: Tensor, sin: Tensor, norms: HeadNorms, sinks: Tensor | None, growth: Growth | None,
     keys: Tensor, values: Tensor, positions: Tensor, random: _Make, poisoned: _Make, wrong: _Wrong,
@@ -267,7 +287,7 @@ def _wrong_turn(
     """Compare rotation and attention in one launch with the rotation in torch, and attention in float64 behind it."""
     n, kv_heads, length, dim = keys.shape
     places, each = positions.remainder(length), torch.arange(n, device=keys.device)
-    for mode, parts in (("own", 2), ("k_is_v", 1), ("shared", 0)):
+    for mode, parts in MODES.items():
         qkv, out, q = random(n, (heads * norms.q_step + parts * kv_heads) * dim), poisoned(n, heads * dim), poisoned(n, heads, dim)
         if mode != "shared":  # the old content must not be read
             keys[each, :, places] = values[each, :, places] = math.nan
@@ -306,14 +326,13 @@ def check_pages(
         pool.bind(row, pages[row])
     at = pool.table.written(torch.arange(length, device=module.device).expand(n, -1), pool.table.table).flatten()
     for shape in (AttentionShape(*one) for one in attention):
-        heads, kv_heads, dim, norm, norms_values, _, is_gated, way, has_sinks, growth = shape
+        heads, kv_heads, dim = shape[:3]
         whole = [random(n, kv_heads, length, dim) for _ in range(2)]
         paged = [torch.full((kv_heads, pool.places, dim), math.nan, dtype=dtype, device=module.device) for _ in range(2)]
         for to, source in zip(paged, whole, strict=True):
             to[:, at] = source.transpose(0, 1).flatten(1, 2)
-        (cos, sin), scale, sinks = _turn_of(shape, n, random), dim**-0.5, random(heads) if has_sinks else None
-        weight = None if norm is None else random(dim)
-        norms = HeadNorms(weight, weight, 1e-6, norm or "inside", norms_values, is_gated, way == "pairs")
+        (cos, sin), scale, sinks = _turn_of(shape, n, random), dim**-0.5, random(heads) if shape.has_sinks else None
+        norms = _norms_of(shape, random)
         positions = torch.tensor([length - 1, 2 * PAGE_TOKENS], device=module.device)
         for mode, parts in (("own", 2), ("shared", 0)):
             qkv, q = random(n, (heads * norms.q_step + parts * kv_heads) * dim), random(n, heads, dim)
@@ -321,7 +340,7 @@ def check_pages(
             for (keys, values), out, table in ((whole, outs[0], None), (paged, outs[1], pool.table)):
                 rope_and_attention(
                     qkv, heads, norms, cos, sin, keys, values, positions, positions, scale, None, out, q, None, module,
-                    mode=mode, pages=table, sinks=sinks, growth=growth,
+                    mode=mode, pages=table, sinks=sinks, growth=shape.growth,
                 )  # fmt: skip
             same = [(outs[0], outs[1])]
             same += [(a, b[:, at].view(kv_heads, n, length, dim).transpose(0, 1)) for a, b in zip(whole, paged, strict=True)]
@@ -339,10 +358,7 @@ def measure(
     time_us: takes a function, and returns the time of one run, best in a CUDA graph. width: of the hidden state. mlp:
     of one gate. attention: of each kind of layer.
     """
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=module.device).to(dtype)
-
+    random = random_values(module.device, 0, dtype)
     times: dict[str, tuple[float, float]] = {}
 
     def pair(name: str, run: Callable[..., None]) -> None:
@@ -354,16 +370,16 @@ def measure(
     pair("gated", partial(gated, both[:, :mlp], both[:, mlp:], out, "gelu_tanh"))
     positions = torch.full((n,), places - 1, device=module.device)
     for kind in (AttentionShape(*one) for one in attention):
-        heads, kv_heads, dim, norm, norms_values, _, is_gated, way, *_ = kind
+        heads, kv_heads, dim = kind[:3]
         shape = f"{heads}/{kv_heads} x {dim}"
         if f"rope_write {shape}" in times:  # of one size, but it turns or norms in another way
             shape = f"{shape} (as {kind[3:]})"
         keys, values = random(n, kv_heads, places, dim), random(n, kv_heads, places, dim)
-        qkv, q, attended = random(n, (heads * (1 + is_gated) + 2 * kv_heads) * dim), random(n, heads, dim), random(n, heads * dim)
+        qkv = random(n, (heads * (1 + kind.is_gated) + 2 * kv_heads) * dim)
+        q, attended = random(n, heads, dim), random(n, heads * dim)
         cos, sin = _turn_of(kind, n, random)
         scratch = torch.empty(scratch_values(n, heads, kv_heads, dim, places, module.multiprocessors), device=module.device)
-        scale = None if norm is None else random(dim)
-        norms = HeadNorms(scale, scale, 1e-6, norm or "inside", norms_values, is_gated, way == "pairs")
+        norms = _norms_of(kind, random)
         rope = partial(rope_write, qkv, heads, kv_heads, dim, norms, cos, sin, keys, values, positions, q)
         both_at_once = partial(
             rope_and_attention, qkv, heads, norms, cos, sin, keys, values, positions, positions, dim**-0.5, None, attended, q,

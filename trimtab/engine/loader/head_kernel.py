@@ -88,7 +88,7 @@ def choose(leaf: Leaf) -> str | None:
     loaded layer in its tier."""
     packed = leaf.packed()
     head = head8.Head.of(packed.parts, leaf.bias)
-    module, why = family(head, leaf.dtype).choose_alone(head.q.device, {})
+    module, why = family(head, leaf.dtype).choose_alone(head.q.device)
     why = why if module is None else why_not(head, leaf.dtype, module)  # of this head: a kept check is of its shape
     if why is None:
         assert packed.kernel is not None

@@ -478,10 +478,8 @@ class Streamer:
 
     def _read_ahead_quietly(self, group: Group, keep: Group) -> None:
         # A read-ahead is a guess: its error is raised by the read that needs the bytes, if one comes.
-        try:
+        with suppress(CheckpointError, OSError, ValueError):
             self._read_disk(group, keep=keep)
-        except (CheckpointError, OSError, ValueError):
-            return
 
     def _wait(self, slot: Slot) -> None:
         slot.settle()
