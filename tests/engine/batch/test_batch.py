@@ -29,10 +29,7 @@ STEP_TOLERANCE = 1e-4
 
 def through(batch, inputs, request, **options):
     """Put a prompt through the model and into a row."""
-    prompt = batch.begin(inputs, request, **options)
-    while not prompt.step():
-        pass
-    return batch.join(prompt)
+    return batch.join(batch.begin(inputs, request, **options).compute())
 
 
 def to_the_end(batch, rows):

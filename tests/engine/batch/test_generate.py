@@ -174,10 +174,7 @@ def test_rows_and_stocks_generation_take_the_same_penalties(model, options):
     request = GenerateRequest(max_new_tokens=12, **options)
     found = model.answer("Hello", max_new_tokens=12, **options).token_ids
     batch = Batch(model, rows=1)
-    prompt = batch.begin(inputs, request)
-    while not prompt.step():
-        pass
-    row = batch.join(prompt).row
+    row = batch.join(batch.begin(inputs, request).compute()).row
     while row.finish is None:
         batch.step()
     assert list(found) == row.answer_ids != list(model.answer("Hello", max_new_tokens=12).token_ids)
@@ -195,10 +192,7 @@ def by_rows(model, inputs, count, penalty):
     """Return the answer's tokens as one row of a batch gives them: from captured steps on a GPU."""
     batch = Batch(model, rows=1, decode="auto" if DEVICE != "cpu" else "eager")
     assert batch.steps.is_captured == (DEVICE != "cpu"), batch.steps.fallbacks
-    prompt = batch.begin(inputs, GenerateRequest(max_new_tokens=count, repetition_penalty=penalty))
-    while not prompt.step():
-        pass
-    row = batch.join(prompt).row
+    row = batch.join(batch.begin(inputs, GenerateRequest(max_new_tokens=count, repetition_penalty=penalty)).compute()).row
     while row.finish is None:
         batch.step()
     batch.leave(row)

@@ -84,10 +84,7 @@ def test_captured_steps_and_constrained_rows_obey_too(made, tmp_path, decode, be
         batch = Batch(model, rows=2, decode=decode)
         request, rows = GenerateRequest(max_new_tokens=TOKENS), []
         for constraint in (None, lambda token_ids, scores: scores):
-            prompt = batch.begin(model.prepare(PROMPT), request, constraint=constraint)
-            while not prompt.step():
-                pass
-            rows.append(batch.join(prompt).row)
+            rows.append(batch.join(batch.begin(model.prepare(PROMPT), request, constraint=constraint).compute()).row)
         while any(row.finish is None for row in rows):
             batch.step()
         assert [tuple(row.answer_ids) for row in rows] == [wanted["greedy"]] * 2

@@ -69,10 +69,7 @@ def batch_of(model, *, static=False):
 
 def alone(batch, ask, client=None):
     """Return [(token, its log-probability)] of a request that nobody is answered beside."""
-    prompt = began(batch, ask, client)
-    while not prompt.step():
-        pass
-    drawn = [batch.join(prompt)]
+    drawn = [batch.join(began(batch, ask, client).compute())]
     row = drawn[0].row
     while row.finish is None:
         drawn += batch.step()
@@ -150,9 +147,7 @@ def test_cached_prefixes_change_no_bits(static, monkeypatch):
             said = beside(batch, asked, seed, client="a")
             assert all(is_beginning(said[number], whole) for number, whole in enumerate(expected))
         assert one.prefix_cache.numbers()["hits"] >= len(asked)
-        again = began(batch, asked[0], "a")
-        while not again.step():
-            pass
+        again = began(batch, asked[0], "a").compute()
         assert again.row.cached_tokens and not again.row.cached_tokens % piece  # no answer, no part of a piece
 
 
@@ -184,10 +179,7 @@ def test_a_placeholder_that_was_drawn_changes_nobody_elses_bits(model):
     expected = [alone(batch, ask) for ask in asked[:2]]
     rows = []
     for ask in asked:
-        prompt = began(batch, ask)
-        while not prompt.step():
-            pass
-        rows.append(batch.join(prompt))
+        rows.append(batch.join(began(batch, ask).compute()))
     said = {one.row: [(one.token_id, one.logprob)] for one in rows}
     third = rows[2].row
     third.token_ids[-1] = min(sequence.placeholder_ids(model.hf_model))
@@ -212,8 +204,7 @@ def test_pieces_of_a_prompt_do_not_follow_the_time_that_others_leave(model):
     first.step()
     with pytest.raises(RequestError, match="another prompt is on its way"):
         second.step()
-    while not first.step():
-        pass
+    first.compute()
     batch.leave(batch.join(first).row)
     assert batch.prompts.packs.why_not() == "answers are batch-invariant" or not batch.prompts.captures
 
@@ -233,10 +224,7 @@ def test_rows_one_by_one_leave_the_cache_as_it_was(model):
     batch = batch_of(model)
     rows = []
     for ask in questions(3):
-        prompt = began(batch, ask)
-        while not prompt.step():
-            pass
-        rows.append(batch.join(prompt).row)
+        rows.append(batch.join(began(batch, ask).compute()).row)
     logits, tokens = batch.steps._one_by_one({number: row.adapter for number, row in enumerate(rows)})
     assert logits.shape[0] == 3 and torch.equal(logits.argmax(-1), tokens) and batch.cache.first_row == 0
     for row in rows:

@@ -60,10 +60,7 @@ def model():
 
 
 def through(batch, inputs, request, **options):
-    prompt = batch.begin(inputs, request, **options)
-    while not prompt.step():
-        pass
-    return batch.join(prompt).row
+    return batch.join(batch.begin(inputs, request, **options).compute()).row
 
 
 def joined(model, decode, asked, *, tokens=48, rows=None):
@@ -519,9 +516,7 @@ def test_what_a_first_request_does_not_need_is_captured_in_moments_without_reque
     batch.captures_ahead.prepare(first=True)
     assert batch.steps.captures == 2  # six rows and one
     counts = []
-    prompt = batch.begin(model.prepare("Hello"), GenerateRequest(max_new_tokens=4))
-    while not prompt.step():
-        pass
+    prompt = batch.begin(model.prepare("Hello"), GenerateRequest(max_new_tokens=4)).compute()
     batch.place(prompt)  # not active yet, and its row is written
     with pytest.raises(RequestError, match="requests are running"):
         batch.captures_ahead.prepare()

@@ -246,8 +246,7 @@ def test_a_fork_takes_a_state_of_the_prompt_alone(tmp_path):
             rows = []
             for number in range(2):
                 prompt = batch.begin(model.prepare(ASKED[0][1]), GenerateRequest(max_new_tokens=6), adapter="a", group="answers")
-                while not prompt.step():
-                    pass
+                prompt.compute()
                 rows.append(batch.join(prompt).row)
                 for _ in range(steps if number == 0 else 0):
                     batch.step()

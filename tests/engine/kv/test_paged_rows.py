@@ -91,9 +91,7 @@ def test_pages_of_a_row_that_cannot_be_moved_come_back(model, monkeypatch):
     with_pool(model, 3 * CONTEXT)
     batch = batch_of(model, "eager", (), 4)
     first, last = (through(batch, model.prepare(prompt), GenerateRequest()) for prompt in PROMPTS[:2])
-    prompt = batch.begin(model.prepare(PROMPTS[2]), GenerateRequest())
-    while not prompt.step():
-        pass
+    prompt = batch.begin(model.prepare(PROMPTS[2]), GenerateRequest()).compute()
     batch.place(prompt)
     batch.leave(last.row)
 
@@ -155,8 +153,7 @@ def test_a_request_that_finds_no_room_is_refused_by_name_and_finds_it_later(mode
     batch.leave(small)
     batch.leave(first)
     assert batch.pages.has_room(waiting.row)
-    while not waiting.step():
-        pass
+    waiting.compute()
     row = batch.join(waiting).row
     while row.finish is None:
         batch.step()

@@ -86,9 +86,7 @@ def test_a_text_does_not_turn_as_an_earlier_one(base, options):
 def test_the_chunks_of_a_long_text_turn_as_all_of_it(base):
     with trimtab.load(replace(planned(base), prefill_tokens=64)) as model:
         is_theirs(base, TEXT[:300], model.answer(TEXT[:300], max_new_tokens=4, logprobs=5))
-        prompt = Batch(model, rows=1).begin(model.prepare(TEXT[:300]), GenerateRequest(max_new_tokens=4))
-        while not prompt.step():
-            pass
+        prompt = Batch(model, rows=1).begin(model.prepare(TEXT[:300]), GenerateRequest(max_new_tokens=4)).compute()
         assert prompt.logits is not None
         assert (prompt.logits.log_softmax(-1) - theirs(base, TEXT[:300], 1)[1][0]).abs().max() < TOLERANCE
 

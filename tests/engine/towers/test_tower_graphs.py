@@ -153,9 +153,7 @@ def answering(model, monkeypatch, positions, rows=3, make=None):
     monkeypatch.setattr(tower_passes, "PIECE_S", 3600.0)
     batch = in_chunks(model, (16, 64), rows) if make is None else make()
     request = trimtab.GenerateRequest(max_new_tokens=60)
-    text = batch.begin(model.prepare(ids(9)), request)
-    while not text.step():
-        pass
+    text = batch.begin(model.prepare(ids(9)), request).compute()
     batch.ends = frozenset()
     return batch, batch.join(text).row
 
@@ -176,8 +174,7 @@ def test_a_pass_that_is_cut_between_layers_is_the_pass(family, mode, monkeypatch
                 assert prompt.step() is False and prompt.chunk_tokens == 0 and prompt.done_tokens == 0
                 batch.step()  # others go on in between
                 pieces += 1
-            while not prompt.step():
-                pass
+            prompt.compute()
             assert differ(prompt.logits, expected.logits) < (1e-4 if ON_GPU else 1e-6)
             counts.append(pieces)
             plain.leave(plain.join(expected).row)
@@ -298,8 +295,7 @@ def test_pieces_are_as_large_as_they_may_be_and_whole_where_nobody_waits(monkeyp
         while prompt.needs_towers:
             prompt.step()
             count += 1
-        while not prompt.step():
-            pass
+        prompt.compute()
         batch.leave(batch.join(prompt).row)
         return count
 
