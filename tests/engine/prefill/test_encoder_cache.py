@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import trimtab
 from tests import pico
@@ -46,10 +47,8 @@ def inputs_of(pictures):
 
 
 def tensors_of(output):
-    parts = {name: getattr(output, name, None) for name in encoder_cache.PARTS}
-    tensors = []
-    encoder_cache.flattened(parts, tensors)
-    return tensors
+    parts = tree_leaves([getattr(output, name, None) for name in encoder_cache.PARTS])
+    return [one for one in parts if isinstance(one, torch.Tensor)]
 
 
 @pytest.mark.parametrize("family", crossed(PICTURES))
