@@ -264,7 +264,7 @@ def test_a_poisoned_row_harms_no_other(model):
     batch = Batch(model, rows=2)
     bad = through(batch, model.prepare("Hi"), request).row
     good = through(batch, model.prepare("Hello"), request).row
-    for layer in batch.cache._own():
+    for layer in batch.cache.with_memory().values():
         layer.keys[bad.number], layer.values[bad.number] = float("nan"), float("nan")
     batch.step()
     batch.leave(bad)

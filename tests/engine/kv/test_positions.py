@@ -128,7 +128,7 @@ def test_keys_and_values_of_all_layers_are_one_piece_of_memory_and_lie_apart(fam
     with lent(family, **options) as model:
         batch = Batch(model, options.get("batch", 1))
         batch.join(through(batch, model.prepare(ids(20))))
-        tensors = [tensor for layer in batch.cache._own() for tensor in (layer.keys, layer.values)]
+        tensors = [tensor for layer in batch.cache.with_memory().values() for tensor in layer.tensors]
         (memory,) = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         places = sorted((tensor.data_ptr() - memory, tensor.nbytes) for tensor in tensors)
         assert all(start % ALLOCATION_BYTES == 0 for start, _ in places)

@@ -532,14 +532,9 @@ class Prefixes:
         views = self._row_views.get(row)
         if views is None:
             states = {
-                (number, name): layer.row_states(name, row)
-                for number, layer in enumerate(slots.layers)
-                if isinstance(layer, LayerCache) and layer.is_initialized
-                for name in ("keys", "values")
-            }
-            for number, layer in enumerate(slots.layers):
-                if isinstance(layer, RecurrentLayer) and layer.is_initialized:
-                    states |= {(number, name): state for name, state in layer.row_states(row).items()}
+                (number, name): state
+                for number, layer in slots.with_memory().items() for name, state in layer.row_states(row).items()
+            }  # fmt: skip
             views = self._row_views[row] = RowViews.of(layout, states)
         return views if slots.pool is None else replace(views, pages=slots.pool.pages_at(row))
 
