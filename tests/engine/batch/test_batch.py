@@ -307,8 +307,7 @@ def test_a_talking_model_with_random_weights_agrees_too(tmp_path):
     folder = talking.build_gemma4(tmp_path)
     # In float32: scores of random weights in 16 bits can be equal, and both ways sum in another order.
     options = {"quant": "nf4-dq", "dtype": "float32", "place": {"*": "stream"}}
-    plan = trimtab.plan(folder, context=512, audio_s=1.0, device=DEVICE, **options)
-    with trimtab.load(plan) as model:
+    with trimtab.load(folder, context=512, audio_s=1.0, device=DEVICE, **options) as model:
         media = {"image": talking.png(), "audio": talking.wav()}
         alone = model.answer("What is it?", **media, max_new_tokens=4).token_ids
         batch = Batch(model, rows=2)

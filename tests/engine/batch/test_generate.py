@@ -364,8 +364,7 @@ def test_a_long_prompt_in_pieces_gives_the_same_answer(folder):
     """In float32, where pieces differ from the whole by the order of sums alone (3e-6 of 0.8 seen): the greedy tokens of
     a random model are further apart than that."""
     tokens = torch.randint(300, 1500, (300,), generator=torch.Generator().manual_seed(0)).tolist()
-    plan = trimtab.plan(folder, quant="none", dtype="float32", device=DEVICE, context=512, audio_s=1.0, images=0)
-    with trimtab.load(plan) as loaded:
+    with trimtab.load(folder, quant="none", dtype="float32", device=DEVICE, context=512, audio_s=1.0, images=0) as loaded:
         whole = loaded.answer(tokens, max_new_tokens=8)
         object.__setattr__(loaded.plan, "prefill_tokens", 64)
         calls = []

@@ -164,8 +164,7 @@ def wav():
 @pytest.mark.parametrize("kind, part, made", [("image", "image_processor", png), ("audio", "feature_extractor", wav)])
 def test_the_server_prepares_every_medium_on_a_thread_of_its_pool_the_first_too(kind, part, made, tmp_path):
     folder = talking.build_gemma4(tmp_path / "gemma4")
-    planned = trimtab.plan(folder, quant="nf4", device="cpu", context=256, images=1, audio_s=2)
-    with trimtab.load(planned) as model:
+    with trimtab.load(folder, quant="nf4", device="cpu", context=256, images=1, audio_s=2) as model:
         real = Real(getattr(model.processor, part))
         setattr(model.processor, part, real)
         engine = LoadedEngine(model, rows=1)

@@ -376,8 +376,7 @@ def test_a_model_without_a_weight_outside_of_its_layers_answers(tmp_path):
 def test_a_missing_processor_is_looked_for_once(tmp_path, monkeypatch):
     reads, own = [], model_module.hf_processor.load_processor
     monkeypatch.setattr(model_module.hf_processor, "load_processor", lambda folder: reads.append(folder) or own(folder))
-    plan = trimtab.plan(pico.build("llama", tmp_path), quant="none", context=32, device="cpu")
-    with trimtab.load(plan) as model:
+    with trimtab.load(pico.build("llama", tmp_path), quant="none", context=32, device="cpu") as model:
         for _ in range(3):
             assert len(model.answer_inputs(model.prepare([5, 6, 7]), GenerateRequest(max_new_tokens=2)).token_ids) == 2
     assert len(reads) == 1

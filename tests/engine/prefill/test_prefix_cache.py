@@ -278,8 +278,7 @@ def test_adapters_are_known_by_their_content(how, tmp_path):
 
 def test_an_adapter_that_changes_while_a_prompt_is_on_its_way_is_not_kept(tmp_path, monkeypatch):
     base = adapters(tmp_path)
-    plan = trimtab.plan(base, adapters={"one": tmp_path / "one"}, quant="none", dtype="float32", context=96, device=DEVICE)
-    with trimtab.load(plan) as model:
+    with trimtab.load(base, adapters={"one": tmp_path / "one"}, quant="none", dtype="float32", context=96, device=DEVICE) as model:
         monkeypatch.setattr(type(model), "prefill_tokens", 16)
         cache = keeping(model)
         batch = eager(model)

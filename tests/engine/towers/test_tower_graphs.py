@@ -232,8 +232,7 @@ def test_on_a_cpu_a_prompt_is_cut_behind_its_towers_where_no_token_looks_ahead(f
 def test_a_prompt_whose_adapter_goes_behind_its_towers_is_refused(tmp_path, monkeypatch):
     base = pico.build("gemma4", tmp_path / "base")
     folder = pico.adapter(base, tmp_path / "a")
-    plan = trimtab.plan(base, adapters={"a": folder}, quant="none", dtype="float32", context=96, device="cpu")
-    with trimtab.load(plan) as model:
+    with trimtab.load(base, adapters={"a": folder}, quant="none", dtype="float32", context=96, device="cpu") as model:
         batch, _ = answering(model, monkeypatch, 10**6, make=lambda: Batch(model, rows=3))
         inputs = picture(model, "gemma4", 9)
         prompt = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=4), adapter="a")
