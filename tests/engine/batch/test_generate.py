@@ -20,6 +20,7 @@ from tokenizers import decoders, models
 
 import trimtab
 from tests import pico, stock, talking
+from tests.engine.batch.test_batch import through, to_the_end
 from tests.raised import refused
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.generate import AnswerText, Detokenizer, Generation, TokenTexts, hidden_ids
@@ -170,14 +171,10 @@ def test_penalties_and_biases_are_openais_formula(options):
 
 @pytest.mark.parametrize("options", [{"frequency_penalty": -2.0, "presence_penalty": -2.0}, {"logit_bias": {20: 100.0}}])
 def test_rows_and_stocks_generation_take_the_same_penalties(model, options):
-    inputs = model.prepare("Hello")
-    request = GenerateRequest(max_new_tokens=12, **options)
+    request, batch = GenerateRequest(max_new_tokens=12, **options), Batch(model, rows=1)
+    row = through(batch, model.prepare("Hello"), request).row
     found = model.answer("Hello", max_new_tokens=12, **options).token_ids
-    batch = Batch(model, rows=1)
-    row = batch.join(batch.begin(inputs, request).compute()).row
-    while row.finish is None:
-        batch.step()
-    assert list(found) == row.answer_ids != list(model.answer("Hello", max_new_tokens=12).token_ids)
+    assert to_the_end(batch, [row]) == [found] != [model.answer("Hello", max_new_tokens=12).token_ids]
 
 
 def test_a_bias_of_a_token_that_the_model_has_not_is_refused(model):
@@ -192,11 +189,8 @@ def by_rows(model, inputs, count, penalty):
     """Return the answer's tokens as one row of a batch gives them: from captured steps on a GPU."""
     batch = Batch(model, rows=1, decode="auto" if DEVICE != "cpu" else "eager")
     assert batch.steps.is_captured == (DEVICE != "cpu"), batch.steps.fallbacks
-    row = batch.join(batch.begin(inputs, GenerateRequest(max_new_tokens=count, repetition_penalty=penalty)).compute()).row
-    while row.finish is None:
-        batch.step()
-    batch.leave(row)
-    return row.answer_ids
+    row = through(batch, inputs, GenerateRequest(max_new_tokens=count, repetition_penalty=penalty)).row
+    return list(to_the_end(batch, [row])[0])
 
 
 def check_parts_only_at_a_tie(found, stock_model, inputs, penalty, exact_model=None):

@@ -10,7 +10,7 @@ import pytest
 
 import trimtab
 from tests import long_runs, pico
-from tests.engine.batch.test_batch import DEVICE, PROMPTS, check_alone, through
+from tests.engine.batch.test_batch import DEVICE, PROMPTS, check_alone, through, to_the_end
 from tests.engine.batch.test_company import (
     alone,
     asks,
@@ -128,12 +128,8 @@ def test_forks_have_pages_of_their_own(model):
     batch = batch_of(model, "eager", (16, 64), 4)
     rows = forks(batch, ask, 3)
     assert len({page for row in rows for page in row.pages}) == 3 * len(rows[0].pages)
-    while any(row.finish is None for row in rows):
-        batch.step()
-    assert [list(row.answer_ids) for row in rows] == [expected] * 3
-    for row in rows:
-        batch.leave(row)
-    del rows, row
+    assert to_the_end(batch, rows) == [tuple(expected)] * 3
+    del rows
     assert is_all_free(batch)
 
 
@@ -153,12 +149,8 @@ def test_a_request_that_finds_no_room_is_refused_by_name_and_finds_it_later(mode
     batch.leave(small)
     batch.leave(first)
     assert batch.pages.has_room(waiting.row)
-    waiting.compute()
-    row = batch.join(waiting).row
-    while row.finish is None:
-        batch.step()
-    assert tuple(row.answer_ids) == model.answer("Hello", max_new_tokens=200).token_ids
-    batch.leave(row)
+    row = batch.join(waiting.compute()).row
+    assert to_the_end(batch, [row]) == [model.answer("Hello", max_new_tokens=200).token_ids]
     del waiting, row
     assert is_all_free(batch)
 
