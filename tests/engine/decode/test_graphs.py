@@ -115,6 +115,13 @@ def replayed(monkeypatch):
     return standing_in(monkeypatch, "a decode step")
 
 
+def fail_to_capture(monkeypatch, error=None):
+    def fail(*args):
+        raise error or RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(GraphCache, "_recorded", fail)
+
+
 LOOK = {"image": DEMO / "images" / "image_1.png"}
 HEAR = {"audio": DEMO / "sounds" / "audio_1.wav"}
 ASKED = [
@@ -183,10 +190,7 @@ def test_what_a_graph_would_repeat_gives_the_modules_answers(decode, replayed):
 def test_a_capture_that_fails_is_told_and_the_modules_go_on(model, replayed, monkeypatch):
     expected = of_modules(model, ASKED[:2])
 
-    def fail(*args):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(GraphCache, "_recorded", fail)
+    fail_to_capture(monkeypatch)
     batch = joined(model, "auto", ASKED[:2])
     assert answers(batch) == expected
     (fall,) = batch.steps.fallbacks
@@ -300,21 +304,29 @@ def test_a_drawn_picture_token_is_embedded_as_transformers_does(model, decode):
     assert torch.equal(found["eager"], found[decode])
 
 
-@pytest.fixture
-def in_place(monkeypatch):
-    """A lean model whose tables the device reads in host memory, as a GPU does; a CPU needs no page locks for that."""
-    if not ON_GPU:
-        monkeypatch.setattr(leaves, "seen_by", lambda source, device: source)
-    with demo("lean") as loaded:
-        yield loaded
+def seen_in(place):
+    """A model whose tables the device reads in host memory, as a GPU does; a CPU needs no page locks for that."""
+
+    @pytest.fixture
+    def model_there(monkeypatch):
+        if not ON_GPU:
+            monkeypatch.setattr(leaves, "seen_by", lambda source, device: source)
+        with demo(place) as loaded:
+            yield loaded
+
+    return model_there
 
 
-@pytest.fixture
-def streamed_in_place(monkeypatch):
-    if not ON_GPU:
-        monkeypatch.setattr(leaves, "seen_by", lambda source, device: source)
-    with demo("streamed") as loaded:
-        yield loaded
+in_place, streamed_in_place = seen_in("lean"), seen_in("streamed")
+
+
+def told_of_steps(batch, monkeypatch, look_ahead):
+    """Return the list that says of each step whether it was queued ahead. look_ahead: whether any may be."""
+    if not look_ahead:
+        monkeypatch.setattr(batch.steps, "may_look_ahead", lambda: False)
+    run, ahead = batch.steps.run, []
+    monkeypatch.setattr(batch.steps, "run", lambda state: ahead.append(state.ahead) or run(state))
+    return ahead
 
 
 @pytest.mark.parametrize("decode", MODES)
@@ -336,11 +348,8 @@ def test_steps_queued_ahead_change_no_word_whoever_joins_leaves_or_switches(requ
     model = request.getfixturevalue(fixture)
 
     def story(look_ahead):
-        batch, said, ahead = joined(model, decode, [ASKED[i] for i in (0, 1, 3, 4)], rows=5), [], []
-        if not look_ahead:
-            monkeypatch.setattr(batch.steps, "may_look_ahead", lambda: False)
-        run = batch.steps.run
-        monkeypatch.setattr(batch.steps, "run", lambda state: ahead.append(state.ahead) or run(state))
+        batch, said = joined(model, decode, [ASKED[i] for i in (0, 1, 3, 4)], rows=5), []
+        ahead = told_of_steps(batch, monkeypatch, look_ahead)
         first, second, third, fourth = batch.active
 
         def steps(count):
@@ -378,11 +387,8 @@ DRAWS = [
 @pytest.mark.parametrize("decode", ["graph", "fused"])
 def test_rows_that_draw_are_queued_ahead_too_and_say_the_same(model, decode, replayed, monkeypatch):
     def story(look_ahead):
-        batch, rows, ahead, told = Batch(model, rows=4, decode=decode), [], [], []
-        if not look_ahead:
-            monkeypatch.setattr(batch.steps, "may_look_ahead", lambda: False)
-        run, tell = batch.steps.run, batch.write_last_tokens
-        monkeypatch.setattr(batch.steps, "run", lambda state: ahead.append(state.ahead) or run(state))
+        batch, rows, told = Batch(model, rows=4, decode=decode), [], []
+        ahead, tell = told_of_steps(batch, monkeypatch, look_ahead), batch.write_last_tokens
         monkeypatch.setattr(batch, "write_last_tokens", lambda: told.append(True) or tell())
         for options in DRAWS:
             request = GenerateRequest(max_new_tokens=24, **options)
@@ -403,11 +409,8 @@ def test_rows_that_take_another_place_are_queued_ahead_and_say_the_same(model, d
     """The tokens of a step that was queued before a row left are written to the places that the others have now."""
 
     def story(look_ahead):
-        batch, rows, ahead = Batch(model, rows=4, decode=decode), [], []
-        if not look_ahead:
-            monkeypatch.setattr(batch.steps, "may_look_ahead", lambda: False)
-        run = batch.steps.run
-        monkeypatch.setattr(batch.steps, "run", lambda state: ahead.append(state.ahead) or run(state))
+        batch, rows = Batch(model, rows=4, decode=decode), []
+        ahead = told_of_steps(batch, monkeypatch, look_ahead)
         for number, options in enumerate(DRAWS):
             request = GenerateRequest(max_new_tokens=24, **options)
             asked = model.prepare(f"Hello {number}" * (number + 1))
@@ -497,10 +500,7 @@ def test_preparing_ends_at_the_most_graphs_and_where_capturing_fails(model, repl
     batch.prepare()
     assert batch.steps.captures == 2 and len(batch.steps._graphs) == 2
 
-    def fail(*args):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(GraphCache, "_recorded", fail)
+    fail_to_capture(monkeypatch)
     batch = Batch(model, rows=2)
     batch.prepare()
     (fall,) = batch.steps.fallbacks
@@ -550,10 +550,7 @@ def test_a_capture_that_finds_no_memory_in_such_a_moment_ends_them_and_rows_are_
     batch = Batch(model, rows=4)
     batch.captures_ahead.prepare(first=True)
 
-    def fail(*args):
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(GraphCache, "_recorded", fail)
+    fail_to_capture(monkeypatch, torch.OutOfMemoryError("out of memory"))
     with pytest.raises(DeviceError, match="out of memory"):
         batch.captures_ahead.prepare_more()
     assert not batch.captures_ahead.left and batch.active == [] and not batch.cache.positions.any()

@@ -147,6 +147,17 @@ def test_few_layers_are_captured_at_once_while_rows_are_answered(monkeypatch):
 # Pieces --------------------------------------------------------------------------------------------------------------
 
 
+def lose_outputs(monkeypatch):
+    """Let no output of a layer be there in the next piece."""
+    again = tower_pieces._Output.again
+
+    def lost(output):
+        output.tensors = None
+        return again(output)
+
+    monkeypatch.setattr(tower_pieces._Output, "again", lost)
+
+
 def answering(model, monkeypatch, positions, rows=3, make=None):
     """Return a batch that answers one text, whose towers go through in pieces of so many positions."""
     monkeypatch.setattr(tower_passes, "PIECE_POSITIONS", positions)
@@ -249,13 +260,7 @@ def test_transformers_own_pass_goes_through_whole_where_it_cannot_be_cut(tmp_pat
         inputs = picture(model, "gemma3", 9)
         expected = through(eager(model), inputs).logits
         batch, _ = answering(model, monkeypatch, 1, make=lambda: Batch(model, rows=3))
-        again = tower_pieces._Output.again
-
-        def lost(output):
-            output.tensors = None
-            return again(output)
-
-        monkeypatch.setattr(tower_pieces._Output, "again", lost)
+        lose_outputs(monkeypatch)
         assert torch.equal(through(batch, inputs).logits, expected)
         assert [one.what for one in batch.steps.fallbacks] == ["towers in pieces"]
 
@@ -274,13 +279,7 @@ def test_a_pass_that_is_not_cut_any_more_behind_its_towers_is_counted_once(whose
         assert prompt.step() is False and prompt in batch.prompts.tower_passes.paused
         assert (counts["lookups"], counts["hits"], counts["passes"]) == (1, 0, 1)
         if whose == "its own":
-            again = tower_pieces._Output.again
-
-            def lost(output):
-                output.tensors = None
-                return again(output)
-
-            monkeypatch.setattr(tower_pieces._Output, "again", lost)
+            lose_outputs(monkeypatch)
         else:
             batch.prompts.towers.may_cut = False
         assert prompt.step() is True and not batch.prompts.towers.may_cut
@@ -381,13 +380,7 @@ def test_a_family_that_cannot_be_cut_goes_through_whole(tmp_path, monkeypatch):
     with load("gemma3", tmp_path) as model:
         batch, _ = answering(model, monkeypatch, 1)
         plain = in_chunks(model, (16, 64), 3)
-        again = tower_pieces._Output.again
-
-        def lost(output):
-            output.tensors = None
-            return again(output)
-
-        monkeypatch.setattr(tower_pieces._Output, "again", lost)
+        lose_outputs(monkeypatch)
         inputs = picture(model, "gemma3", 9)
         found, expected = through(batch, inputs), through(plain, inputs)
         assert differ(found.logits, expected.logits) < (1e-4 if ON_GPU else 1e-6)
