@@ -9,7 +9,7 @@ import torch
 import trimtab
 from tests import long_runs, talking
 from tests.lent import lent
-from tests.raised import raised, refused
+from tests.raised import raised, raising, refused
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch import request as hf_generate
@@ -245,10 +245,7 @@ def test_a_panic_of_a_constraint_ends_its_row_and_ctrl_c_ends_the_step(model, er
     inputs, request = model.prepare("Hello"), GenerateRequest(max_new_tokens=4)
     row, other = (through(batch, inputs, request).row for _ in range(2))
 
-    def fail(token_ids, logits):
-        raise error
-
-    row.constraint = fail
+    row.constraint = raising(error)
     if isinstance(error, KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
             batch.step()

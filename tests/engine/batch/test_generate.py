@@ -21,7 +21,7 @@ from tokenizers import decoders, models
 import trimtab
 from tests import pico, stock, talking
 from tests.engine.batch.test_batch import through, to_the_end
-from tests.raised import refused
+from tests.raised import raising, refused
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.generate import AnswerText, Detokenizer, Generation, TokenTexts, hidden_ids
 from trimtab.engine.batch.request import AnswerPenalties, Sampler
@@ -339,11 +339,8 @@ def test_cancelled_is_said(model):
 
 
 def test_an_error_of_the_model_reaches_the_caller(model, monkeypatch):
-    @functools.wraps(type(model.hf_model).forward)  # transformers checks arguments against the signature
-    def fail(*args, **kwargs):
-        raise ZeroDivisionError("planted")
-
-    monkeypatch.setattr(type(model.hf_model), "forward", fail)
+    kind = type(model.hf_model)  # transformers checks arguments against the signature
+    monkeypatch.setattr(kind, "forward", functools.wraps(kind.forward)(raising(ZeroDivisionError("planted"))))
     with pytest.raises(ZeroDivisionError, match="planted"):
         list(model.generate("Hello", max_new_tokens=3))
 

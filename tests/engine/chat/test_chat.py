@@ -11,7 +11,7 @@ import transformers
 
 import trimtab
 from tests import talking
-from tests.raised import refused
+from tests.raised import raising, refused
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.loader import processor as hf_processor
 from trimtab.engine.loader.processor import check_named_ids
@@ -88,11 +88,8 @@ def test_tokens_of_a_text_are_read_at_once_and_nothing_looks_at_each(model, monk
         calls.append(options)
         return real(self, *arguments, **options)
 
-    def one_by_one(self):
-        raise AssertionError("a token was read by itself")
-
     monkeypatch.setattr(type(model.processor), "__call__", noted)
-    monkeypatch.setattr(torch.Tensor, "__int__", one_by_one)
+    monkeypatch.setattr(torch.Tensor, "__int__", raising(AssertionError("a token was read by itself")))
     found = model.prepare("Hello you")
     assert found.token_ids == expected.token_ids and list(found.tensors) == list(expected.tensors)
     assert all(torch.equal(found.tensors[name], value) for name, value in expected.tensors.items())

@@ -15,6 +15,7 @@ from tests import talking
 from tests.engine.chat.test_control_tokens import asked
 from tests.engine.chat.test_media_check import HEARING, SEEING
 from tests.long_runs import crossed
+from tests.raised import raising
 from trimtab.engine.chat import prompt as chat
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Job
@@ -135,10 +136,7 @@ def test_what_cannot_be_prepared_fails_where_it_is_needed(seeing):
     ahead = images_ahead(model.processor)
     chat.prepare(model, "?", images=pictures(64))
 
-    def fail(*args, **kwargs):
-        raise ValueError("no")
-
-    real._real = fail
+    real._real = raising(ValueError("no"))
     shown = pictures(64)
     ahead.prepare(shown)
     with pytest.raises(ValueError, match="no"):

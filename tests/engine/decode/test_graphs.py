@@ -13,7 +13,7 @@ import torch
 import trimtab
 from tests import long_runs, pico
 from tests.lent import lent
-from tests.raised import refused
+from tests.raised import raising, refused
 from tests.replays import Again, standing_in
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
@@ -115,13 +115,7 @@ def replayed(monkeypatch):
     return standing_in(monkeypatch, "a decode step")
 
 
-def fail_to_capture(monkeypatch, error=None):
-    def fail(*args):
-        raise error or RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(GraphCache, "_recorded", fail)
-
-
+NOT_PERMITTED = RuntimeError("operation not permitted when stream is capturing")
 LOOK = {"image": DEMO / "images" / "image_1.png"}
 HEAR = {"audio": DEMO / "sounds" / "audio_1.wav"}
 ASKED = [
@@ -190,7 +184,7 @@ def test_what_a_graph_would_repeat_gives_the_modules_answers(decode, replayed):
 def test_a_capture_that_fails_is_told_and_the_modules_go_on(model, replayed, monkeypatch):
     expected = of_modules(model, ASKED[:2])
 
-    fail_to_capture(monkeypatch)
+    monkeypatch.setattr(GraphCache, "_recorded", raising(NOT_PERMITTED))
     batch = joined(model, "auto", ASKED[:2])
     assert answers(batch) == expected
     (fall,) = batch.steps.fallbacks
@@ -500,7 +494,7 @@ def test_preparing_ends_at_the_most_graphs_and_where_capturing_fails(model, repl
     batch.prepare()
     assert batch.steps.captures == 2 and len(batch.steps._graphs) == 2
 
-    fail_to_capture(monkeypatch)
+    monkeypatch.setattr(GraphCache, "_recorded", raising(NOT_PERMITTED))
     batch = Batch(model, rows=2)
     batch.prepare()
     (fall,) = batch.steps.fallbacks
@@ -550,7 +544,7 @@ def test_a_capture_that_finds_no_memory_in_such_a_moment_ends_them_and_rows_are_
     batch = Batch(model, rows=4)
     batch.captures_ahead.prepare(first=True)
 
-    fail_to_capture(monkeypatch, torch.OutOfMemoryError("out of memory"))
+    monkeypatch.setattr(GraphCache, "_recorded", raising(torch.OutOfMemoryError("out of memory")))
     with pytest.raises(DeviceError, match="out of memory"):
         batch.captures_ahead.prepare_more()
     assert not batch.captures_ahead.left and batch.active == [] and not batch.cache.positions.any()

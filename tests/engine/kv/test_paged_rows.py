@@ -24,6 +24,7 @@ from tests.engine.batch.test_company import (
 )  # fmt: skip
 from tests.engine.decode.test_graphs import replayed  # noqa: F401
 from tests.long_runs import slow_on_cpu
+from tests.raised import raising
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
@@ -95,11 +96,8 @@ def test_pages_of_a_row_that_cannot_be_moved_come_back(model, monkeypatch):
     batch.place(prompt)
     batch.leave(last.row)
 
-    def fail(source, target):
-        raise DeviceError("an illegal address", device="cpu")
-
     with monkeypatch.context() as patched:
-        patched.setattr(batch.cache, "move", fail)
+        patched.setattr(batch.cache, "move", raising(DeviceError("an illegal address", device="cpu")))
         with pytest.raises(DeviceError):
             batch.join(prompt)
     batch.leave(prompt.row)  # as a server drops what failed

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import trimtab
 from tests import pico, stock
 from tests.long_runs import FIRST, crossed
-from tests.raised import raised, refused
+from tests.raised import raised, raising, refused
 from trimtab.engine import model as model_module
 from trimtab.engine.layers import leaves
 from trimtab.engine.loader import load
@@ -223,10 +223,7 @@ def test_a_load_that_fails_after_its_last_block_closes_what_streams(built, monke
     closed, close = [], tiers.Streamer.close
     monkeypatch.setattr(tiers.Streamer, "close", lambda streamer: (closed.append(streamer), close(streamer)))
 
-    def fails(self):
-        raise CheckpointError("no", path="a")
-
-    monkeypatch.setattr(load._Filler, "_check_nothing_left", fails)
+    monkeypatch.setattr(load._Filler, "_check_nothing_left", raising(CheckpointError("no", path="a")))
     with pytest.raises(CheckpointError):
         trimtab.load(plan_of(built("llama"), place={"*": "stream"}))
     assert len(closed) == 1 and not closed[0].slots

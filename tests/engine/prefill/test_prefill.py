@@ -22,7 +22,7 @@ from tests import long_runs, pico
 from tests.lent import lent
 from tests.long_runs import skip_without_rings
 from tests.planning.values.test_execution import plan as narrow_plan
-from tests.raised import refused
+from tests.raised import raising, refused
 from tests.replays import Again, standing_in
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.demo.demo import ADAPTERS
@@ -522,10 +522,7 @@ def test_an_adapter_that_comes_back_under_its_name_is_another(demo, replayed):
 
 @pytest.mark.skipif(ON_GPU, reason="stands for what a GPU does")
 def test_what_cannot_be_captured_runs_as_it_is_and_is_named(demo, replayed, monkeypatch):
-    def refused(*args):
-        raise RuntimeError("no graph today")
-
-    monkeypatch.setattr(GraphCache, "_recorded", refused)
+    monkeypatch.setattr(GraphCache, "_recorded", raising(RuntimeError("no graph today")))
     batch = captured(demo, (16,))
     expected = answered(eager(demo), demo.prepare(ids(40)))
     for _ in range(3):

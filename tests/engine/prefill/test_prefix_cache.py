@@ -15,6 +15,7 @@ from tests.engine.decode.test_graphs import replayed  # noqa: F401 - a fixture
 from tests.engine.prefill.test_prefill import differ, eager, ids, in_chunks, joined, load, picture, scores, through
 from tests.lent import lent
 from tests.long_runs import crossed
+from tests.raised import raising
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.chat.control_tokens import turns_of
@@ -438,7 +439,7 @@ def test_a_failed_copy_switches_the_cache_off_and_the_answer_goes_on(tmp_path, m
         batch = eager(model)
         scores(batch, model.prepare(ids(20)))
         with monkeypatch.context() as patch:
-            patch.setattr(PrefixCache, "_to_pages", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+            patch.setattr(PrefixCache, "_to_pages", raising(MemoryError("no room")))
             expected = clone(model, eager(model), model.prepare(ids(40)))
             assert differ(scores(batch, model.prepare(ids(40)))[0], expected) < TOLERANCE
         assert cache.numbers()["bytes"] == 0
