@@ -84,8 +84,7 @@ def steps(model: Any, rows: int, tokens: int, kv_tokens: int | None, about: dict
     batch.ends = frozenset()
     batch.prepare()
     for number in range(rows):
-        prompt = batch.begin(model.prepare(ids(tokens, number)), GenerateRequest(max_new_tokens=ANSWER), client=None).compute()
-        batch.join(prompt)
+        batch.join(batch.begin(model.prepare(ids(tokens, number)), GenerateRequest(max_new_tokens=ANSWER), client=None).compute())
     found, layout, going = [], "whole" if kv_tokens is None else "pages", list(batch.active)
     for count in COUNTS:
         if count > rows:

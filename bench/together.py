@@ -160,8 +160,7 @@ def filled(model: Any, rows: int) -> Any:
     batch.ends = frozenset()
     batch.prepare()
     for number in range(rows):
-        prompt = batch.begin(model.prepare(ids(TOKENS, number)), GenerateRequest(max_new_tokens=256), client=None).compute()
-        batch.join(prompt)
+        batch.join(batch.begin(model.prepare(ids(TOKENS, number)), GenerateRequest(max_new_tokens=256), client=None).compute())
     return batch
 
 

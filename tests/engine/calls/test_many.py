@@ -30,11 +30,10 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def model():
     adapters = {name: str(demo.ADAPTERS[name]) for name in ("style", "specialist")}
-    plan = trimtab.plan(
+    with trimtab.load(
         demo.BASE, adapters=adapters, context=128, batch=3, images=2, audio_s=2.0, device="cpu", quant="none",
         dtype="float32", head="full",
-    )  # fmt: skip
-    with trimtab.load(plan) as loaded:
+    ) as loaded:  # fmt: skip
         yield loaded
 
 

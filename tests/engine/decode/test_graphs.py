@@ -12,6 +12,7 @@ import torch
 
 import trimtab
 from tests import long_runs, pico
+from tests.engine.batch.test_batch import to_the_end
 from tests.lent import lent
 from tests.raised import raising, refused
 from tests.replays import Again, standing_in
@@ -88,12 +89,9 @@ def forced_scores(batch, steps):
 
 def answers(batch):
     rows = list(batch.active)
-    while batch.active:
-        batch.step()
-        for row in [row for row in batch.active if row.finish is not None]:
-            assert row.error is None
-            batch.leave(row)
-    return [tuple(row.answer_ids) for row in rows]
+    found = to_the_end(batch, rows)
+    assert all(row.error is None for row in rows)
+    return found
 
 
 _OF_MODULES = {}

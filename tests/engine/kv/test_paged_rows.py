@@ -39,11 +39,10 @@ CONTEXT = 256
 @pytest.fixture(scope="module")
 def model():
     names = {name: DEMO / "adapters" / name for name in ADAPTERS}
-    plan = trimtab.plan(
+    with trimtab.load(
         DEMO / "base", adapters=names, quant="none", dtype="float32", context=CONTEXT, device=DEVICE, batch=2,
         kv_tokens=CONTEXT + PAGE_TOKENS,
-    )  # fmt: skip
-    with trimtab.load(plan) as one:
+    ) as one:  # fmt: skip
         yield one
 
 
@@ -55,10 +54,9 @@ def is_all_free(batch):
 
 @pytest.mark.parametrize("family", long_runs.FAMILIES)
 def test_rows_in_pages_say_what_they_say_alone(family, tmp_path):
-    plan = trimtab.plan(
+    with trimtab.load(
         pico.build(family, tmp_path), quant="none", dtype="float32", context=128, device=DEVICE, batch=4, kv_tokens=448
-    )
-    with trimtab.load(plan) as model:
+    ) as model:
         batch = check_alone(model, 70)
         assert is_all_free(batch)
         layers = [layer for layer in batch.cache.layers if isinstance(layer, PagedLayer)]

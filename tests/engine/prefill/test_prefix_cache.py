@@ -247,11 +247,10 @@ def adapters(folder, family="llama"):
 @pytest.mark.parametrize("how", BATCHES)
 def test_adapters_are_known_by_their_content(how, tmp_path):
     base = adapters(tmp_path)
-    plan = trimtab.plan(
+    with trimtab.load(
         base, adapters={"one": tmp_path / "one", "two": tmp_path / "two"}, quant="none", dtype="float32", context=96,
         device=DEVICE, prefix_cache="4MB",
-    )  # fmt: skip
-    with trimtab.load(plan) as model:
+    ) as model:  # fmt: skip
         keeping(model)
         assert len({model.adapter_content(name) for name in (None, "one", "two")}) == 3
         model.unload_adapter("one")
@@ -294,10 +293,9 @@ def test_an_adapter_that_changes_while_a_prompt_is_on_its_way_is_not_kept(tmp_pa
 
 @pytest.mark.parametrize("how", BATCHES)
 def test_an_adapter_that_is_gone_is_refused_by_name(how, tmp_path):
-    plan = trimtab.plan(
+    with trimtab.load(
         adapters(tmp_path), adapters={"one": tmp_path / "one"}, quant="none", dtype="float32", context=96, device=DEVICE
-    )
-    with trimtab.load(plan) as model:
+    ) as model:
         keeping(model)
         batch = BATCHES[how](model)
         prompt = batch.begin(model.prepare(ids(40)), REQUEST, adapter="one")
@@ -562,11 +560,10 @@ def test_rows_of_another_context_keep_nothing():
 @pytest.fixture(scope="module")
 def served():
     paths = {name: DEMO / "adapters" / name for name in ("style", "specialist")}
-    plan = trimtab.plan(
+    with trimtab.load(
         DEMO / "base", quant="none", dtype="float32", adapters={"style": paths["style"]}, context=384, audio_s=1.0,
         device=DEVICE, batch=2, prefix_cache="64MB",
-    )  # fmt: skip
-    with trimtab.load(plan) as model:
+    ) as model:  # fmt: skip
         yield model, paths
 
 
