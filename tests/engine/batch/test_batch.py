@@ -1,6 +1,5 @@
 """Requests that answer together: every row says what it says alone, whatever the others do."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 import trimtab
 from tests import long_runs, talking
-from tests.lent import lent
+from tests.lent import DEVICE, lent
 from tests.raised import raised, raising, refused
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
@@ -19,7 +18,6 @@ from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 
-DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 # Lengths on both sides of the families' sliding window of 8 tokens.
 PROMPTS = [list(range(5, 5 + count)) for count in (3, 20, 11)]
 # Attention over masked places and over exactly as many adds in another order: a float32 step of a tiny model differs by

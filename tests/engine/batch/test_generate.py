@@ -5,7 +5,6 @@ import copy
 import functools
 import gc
 import itertools
-import os
 import re
 import threading
 import weakref
@@ -21,6 +20,7 @@ from tokenizers import decoders, models
 import trimtab
 from tests import pico, stock, talking
 from tests.engine.batch.test_batch import through, to_the_end
+from tests.lent import DEVICE
 from tests.raised import raising, refused
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.generate import AnswerText, Detokenizer, Generation, TokenTexts, hidden_ids
@@ -30,7 +30,6 @@ from trimtab.request import LEAST_TEMPERATURE, PENALTIES, GenerateRequest
 from trimtab.verification.routes import teacher_forcing as forced
 from trimtab.verification.routes.compare import NoiseFloor, noise_between
 
-DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 OLD = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 11)
 
 

@@ -1,7 +1,6 @@
 """Questions: text, pictures and sounds become exactly what the model's own processor makes of them."""
 
 import json
-import os
 from contextlib import nullcontext
 
 import jinja2
@@ -11,14 +10,13 @@ import transformers
 
 import trimtab
 from tests import talking
+from tests.lent import DEVICE
 from tests.raised import raising, refused
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.loader import processor as hf_processor
 from trimtab.engine.loader.processor import check_named_ids
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.verification.routes.inputs import WithoutWeights
-
-DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 
 
 @pytest.fixture(scope="module")

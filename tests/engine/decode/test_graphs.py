@@ -4,7 +4,6 @@ On a CPU nothing is captured and the fused step runs on plain torch: that proves
 with the kernels, as graphs.
 """
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 import trimtab
 from tests import long_runs, pico
 from tests.engine.batch.test_batch import to_the_end
-from tests.lent import lent
+from tests.lent import DEVICE, lent
 from tests.raised import raising, refused
 from tests.replays import Again, standing_in
 from trimtab.demo.demo import ADAPTERS
@@ -29,7 +28,6 @@ from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 
-DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE != "cpu"
 MODES = ["graph", "fused"] if ON_GPU else ["fused"]
 # The demo model in bfloat16: kernels that add in another order move a score by a few rounding steps of 2^-8 of the largest.

@@ -6,7 +6,6 @@ would. tests/gpu runs the same tests with graphs.
 
 import gc
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 from tests import long_runs, pico
-from tests.lent import lent
+from tests.lent import DEVICE, lent
 from tests.long_runs import skip_without_rings
 from tests.planning.values.test_execution import plan as narrow_plan
 from tests.raised import raising, refused
@@ -45,7 +44,6 @@ from trimtab.planning.memory.activations import use_of
 from trimtab.planning.memory.prompts import choose_chunks, prompt_graph_bytes
 from trimtab.request import GenerateRequest, LoadRequest
 
-DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE != "cpu"
 # Attention over padded or kept places adds in another order than over exactly as many: a float32 pass of a tiny model differs by
 # a few rounding steps of its largest score (largest seen over all families: 1.4e-6). A place too many or too few moves it by 1e-2.

@@ -1,7 +1,6 @@
 """A prompt whose prefix is cached says what it says alone: every family, adapters, pictures, chunk borders; and nothing that is
 another client's, another adapter's or another picture's is ever reused."""
 
-import os
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import trimtab
 from tests import pico
 from tests.engine.decode.test_graphs import replayed  # noqa: F401 - a fixture
 from tests.engine.prefill.test_prefill import differ, eager, ids, in_chunks, joined, load, picture, scores, through
-from tests.lent import lent
+from tests.lent import DEVICE, lent
 from tests.long_runs import crossed
 from tests.raised import raising
 from trimtab.demo.demo import FOLDER as DEMO
@@ -30,7 +29,6 @@ from trimtab.serve.contract.job import Job
 from trimtab.serve.scheduling.scheduler import Scheduler
 from trimtab.serve.worker.engine import LoadedEngine
 
-DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 # As in test_prefill.py: another order of the same sums. A token that is missing or another one's moves a score by 1e-2.
 TOLERANCE = 1e-4 if DEVICE != "cpu" else 2e-5
 SIZE = 8  # tokens of a block: as many as the families' window

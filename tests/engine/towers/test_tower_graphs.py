@@ -3,7 +3,6 @@
 On a CPU nothing is captured: the layers run through the same buffers. tests/gpu runs the same tests with graphs.
 """
 
-import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from tests import pico
 from tests.engine.prefill.test_encoder_cache import asked, tensors_of
 from tests.engine.prefill.test_prefill import WITH_PICTURES, differ, eager, ids, in_chunks, load, picture, through
 from tests.engine.prefill.test_prefix_cache import keeping, seen
-from tests.lent import lent
+from tests.lent import DEVICE, lent
 from tests.long_runs import FIRST, crossed
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.lora.store import covered
@@ -26,7 +25,6 @@ from trimtab.engine.towers.graphs import MOST_CREDIT, MOST_SHAPES, Towers, padde
 from trimtab.engine.towers.pieces import NotKeptError, PausedError, TowerPieces, UnknownFormError, filled, form_of
 from trimtab.errors import RequestError
 
-DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE != "cpu"
 # Families here in whose decoder no token looks ahead, positions count up and later layers add nothing.
 CHUNKED = ("gemma4", "mistral3")
