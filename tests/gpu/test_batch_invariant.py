@@ -49,7 +49,7 @@ def test_captured_prompts_behind_cached_prefixes_have_the_same_bits(captured_mod
     for seed in (1, 2):
         said = beside(batch, asked, seed, client="a", leaves=0.0)
         assert [number for number, whole in enumerate(expected) if not is_beginning(said[number], whole)] == []
-    again = began(batch, asked[0], "a").compute()
+    again = began(batch, asked[0], client="a").compute()
     assert again.row.cached_tokens == 512
     batch.leave(batch.join(again).row)
 

@@ -48,8 +48,8 @@ def batch_of(model, decode, sizes, rows):  # noqa: F811
     return batch
 
 
-def begun(batch, ask, **options):
-    request = GenerateRequest(max_new_tokens=TOKENS)
+def begun(batch, ask, tokens=TOKENS, **options):
+    request = GenerateRequest(max_new_tokens=tokens)
     return batch.begin(batch.model.prepare(ask[1]), request, adapter=ask[0], top_logprobs=0, **options)
 
 
@@ -87,9 +87,9 @@ def check_beside_spoilt(model, spoil):  # noqa: F811
     assert [token for token, _ in alone(batch, ask)] == [token for token, _ in expected]
 
 
-def alone(batch, ask):
+def alone(batch, ask, **options):
     """Return [(token, its logarithm of a probability)] of a request that nobody else is answered beside."""
-    found = [batch.join(begun(batch, ask).compute())]
+    found = [batch.join(begun(batch, ask, **options).compute())]
     while found[-1].row.finish is None:
         found += batch.step()
     batch.leave(found[0].row)
