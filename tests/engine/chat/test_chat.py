@@ -11,7 +11,7 @@ import transformers
 import trimtab
 from tests import talking
 from tests.lent import DEVICE
-from tests.raised import raising, refused
+from tests.raised import raised, raising, refused
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.loader import processor as hf_processor
 from trimtab.engine.loader.processor import check_named_ids
@@ -231,9 +231,8 @@ def test_a_tokenizer_without_words_is_refused(tmp_path):
     with loaded_with(None, tmp_path / "bare") as loaded:
         # transformers makes a tokenizer of the special tokens in this file, and every text becomes <unk>.
         (tmp_path / "bare" / "tokenizer_config.json").write_text(config, encoding="utf-8")
-        with pytest.raises(CheckpointError, match="tokenizer.json is missing|special tokens and no others") as caught:
-            loaded.prepare("Hello")
-    assert caught.value.path == str(tmp_path / "bare") and "tokenizer.json" in caught.value.hint
+        error = raised(CheckpointError, loaded.prepare, "Hello", match="tokenizer.json is missing|special tokens and no others")
+    assert error.path == str(tmp_path / "bare") and "tokenizer.json" in error.hint
 
 
 def word_tokenizer(words, *, specials=("<unk>", "<eos>", "<bos>")):

@@ -190,9 +190,8 @@ def test_a_tokenizer_that_cannot_write_it_as_text_refuses_by_name():
     control._tokenizer = lambda text, **options: {"input_ids": [1] * text.count("§")}
     prompt = control.render(lambda messages: messages[0]["content"], [{"role": "user", "content": "a § b"}])
     assert prompt.user_spans == ((2, 3),)
-    with pytest.raises(RequestError, match="contains a control token of this model .§., which") as caught:
-        control.encode(lambda text: None, prompt, adds_special=False)
-    assert caught.value.field == "prompt"
+    words = "contains a control token of this model .§., which"
+    assert refused(control.encode, lambda text: None, prompt, adds_special=False, match=words).field == "prompt"
 
 
 def test_characters_that_are_normalized_to_a_control_token_are_refused():

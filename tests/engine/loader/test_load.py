@@ -344,9 +344,8 @@ def test_a_router_with_a_value_that_is_no_number_is_refused(family, name, tmp_pa
     tensors = load_file(file)
     tensors[name].view(-1)[0] = torch.nan
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match="a router of experts has values that are NaN or infinite") as caught:
-        trimtab.plan(tmp_path / "m", context=64, device="cpu")
-    assert caught.value.tensor_name == name
+    words = "a router of experts has values that are NaN or infinite"
+    assert raised(CheckpointError, trimtab.plan, tmp_path / "m", context=64, device="cpu", match=words).tensor_name == name
     tensors[name] = tensors[name].float()
     tensors[name].view(-1)[0] = 1e30
     save_file(tensors, file, {"format": "pt"})
