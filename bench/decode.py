@@ -89,10 +89,7 @@ class Bench:
         request = GenerateRequest(max_new_tokens=self.model.context_tokens - len(self.prompt) - 8, **(draws or {}))
         batch.ends = frozenset()  # random weights may draw an end token at once
         for name in adapters:
-            prompt = batch.begin(self.model.prepare(self.prompt), request, adapter=name)
-            while not prompt.step():
-                pass
-            batch.join(prompt)
+            batch.join(batch.begin(self.model.prepare(self.prompt), request, adapter=name).compute())
         return batch
 
     def row(

@@ -81,9 +81,7 @@ def model(folder: Path, tokens: int, dtype: str, repeats: int) -> dict[str, Any]
         inputs = one.prepare([3 + number * 7 % 400 for number in range(tokens)])
 
         def first() -> Any:
-            prompt = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=1))
-            while not prompt.step():
-                pass
+            prompt = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=1)).compute()
             return prompt.logits.clone()
 
         return compared(first, repeats) | {"prompt_tokens": tokens, "dtype": dtype, "quant": plan.request.quant}

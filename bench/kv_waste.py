@@ -42,9 +42,7 @@ def measured(model: Any, mix: list[tuple[int, int]]) -> dict[str, Any]:
     from trimtab.request import GenerateRequest
 
     batch = Batch(model, len(mix))
-    first = batch.begin(model.prepare([5]), GenerateRequest(max_new_tokens=1), client=None)
-    while not first.step():
-        pass
+    first = batch.begin(model.prepare([5]), GenerateRequest(max_new_tokens=1), client=None).compute()
     batch.leave(batch.join(first).row)  # layers have their memory from now on
     pool = batch.cache.pool
     assert pool is not None and pool.free_tokens == pool.tokens

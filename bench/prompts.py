@@ -117,9 +117,7 @@ class Bench:
     def once(self, batch: Any, inputs: Any, adapter: str | None) -> Any:
         """Put one prompt through and draw its first token; returns its scores. inputs: ready, or what makes them."""
         inputs = inputs() if callable(inputs) else inputs
-        prompt = batch.begin(inputs, self.request, adapter=adapter)
-        while not prompt.step():
-            pass
+        prompt = batch.begin(inputs, self.request, adapter=adapter).compute()
         scores = prompt.logits
         batch.leave(batch.join(prompt).row)
         return scores

@@ -69,9 +69,7 @@ def passes(model: Any, batch: Any, name: str, about: dict[str, Any]) -> list[dic
         inputs = model.prepare(ids(tokens - 1))
 
         def alone(inputs: Any = inputs) -> None:
-            prompt = batch.begin(inputs, request, adapter=name, client=None)
-            while not prompt.step():
-                pass
+            prompt = batch.begin(inputs, request, adapter=name, client=None).compute()
             batch.prompts.release(prompt)
 
         for _ in range(2):
@@ -110,9 +108,7 @@ def beside(model: Any, batch: Any, name: str, about: dict[str, Any]) -> list[dic
         for tokens in BESIDE_TOKENS:
             inputs = model.prepare(ids(tokens - 1))
             for _ in range(3):
-                prompt = batch.begin(inputs, GenerateRequest(max_new_tokens=1), adapter=name, client=None)
-                while not prompt.step():
-                    pass
+                prompt = batch.begin(inputs, GenerateRequest(max_new_tokens=1), adapter=name, client=None).compute()
                 batch.prompts.release(prompt)
             chunk = batch.prompts._graphs[next(reversed(batch.prompts._graphs))].graph
             alone = {"step_ms": timed(step.replay), "chunk_ms": timed(chunk.replay)}
@@ -169,9 +165,7 @@ def filled(model: Any, rows: int, tokens: int = TOKENS, answer: int = 256) -> An
     batch.prepare()
     for number in range(rows):
         prompt = batch.begin(model.prepare(ids(tokens, number)), GenerateRequest(max_new_tokens=answer), client=None)
-        while not prompt.step():
-            pass
-        batch.join(prompt)
+        batch.join(prompt.compute())
     return batch
 
 

@@ -51,9 +51,8 @@ class Turns:
         inputs = self.model.prepare(ids)
         self._wait()
         start = time.perf_counter()
-        prompt = self.batch.begin(inputs, GenerateRequest(max_new_tokens=answer_tokens), adapter=self.adapter, client=client)
-        while not prompt.step():
-            pass
+        request = GenerateRequest(max_new_tokens=answer_tokens)
+        prompt = self.batch.begin(inputs, request, adapter=self.adapter, client=client).compute()
         logits = prompt.logits.clone()
         row = self.batch.join(prompt).row
         first_ms = (time.perf_counter() - start) * 1000

@@ -1,4 +1,4 @@
-"""How does a test get the error of a call, to look at its fields?"""
+"""How does a test get the error of a call, to look at its fields, and how does it let a call fail?"""
 
 from functools import partial
 
@@ -15,3 +15,12 @@ def raised(error, call, /, *arguments, match=None, **options):
 
 
 refused = partial(raised, RequestError)
+
+
+def raising(error, /):
+    """Return a function of any arguments that raises this error."""
+
+    def fail(*args, **options):
+        raise error
+
+    return fail

@@ -11,6 +11,7 @@ import pytest
 import trimtab
 from tests.raised import refused
 from trimtab.api import plan
+from trimtab.engine.calls.batch_calls import QUESTION
 from trimtab.engine.calls.conversation import Conversation
 from trimtab.engine.model import LoadedModel
 from trimtab.errors import RequestError
@@ -48,8 +49,7 @@ def chat_model():
 def test_typed_options_are_those_that_the_calls_take():
     assert set(AnswerOptions.__annotations__) == {one.name for one in fields(GenerateRequest)}
     assert set(PlanOptions.__annotations__) == set(inspect.signature(plan).parameters) - {"model", "decode"}
-    asked = set(inspect.signature(LoadedModel.answer).parameters) - {"self", "prompt", "options"}
-    assert set(QuestionOptions.__annotations__) - set(AnswerOptions.__annotations__) == asked
+    assert set(QuestionOptions.__annotations__) - set(AnswerOptions.__annotations__) == set(QUESTION) - {"prompt"}
 
 
 def test_no_public_call_takes_options_of_any_name_and_type():

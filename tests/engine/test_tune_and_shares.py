@@ -135,10 +135,7 @@ def test_adapters_and_keys_and_values_are_measured(base, adapter):
         model.unload_adapter("a")
         assert by_name(model.memory_shares())["adapters"].measured_bytes == 0
         batch = Batch(model, rows=2)
-        prompt = batch.begin(model.prepare([5, 6, 7]), trimtab.request.GenerateRequest(max_new_tokens=2))
-        while not prompt.step():
-            pass
-        batch.join(prompt)
+        batch.join(batch.begin(model.prepare([5, 6, 7]), trimtab.request.GenerateRequest(max_new_tokens=2)).compute())
         kept = by_name(model.memory_shares(batch))["kv cache"]
         assert kept.measured_bytes == batch.cache.nbytes() > 0
 

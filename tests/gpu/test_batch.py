@@ -21,8 +21,7 @@ def test_a_complete_prompt_gets_its_row_without_waiting_for_the_device():
             prompt = batch.begin(model.prepare(list(range(5, 90))), GenerateRequest(max_new_tokens=4))
             torch.cuda.set_sync_debug_mode("error" if asks_for_waits else "default")
             try:
-                while not prompt.step():
-                    pass
+                prompt.compute()
                 batch.place(prompt)
             finally:
                 torch.cuda.set_sync_debug_mode("default")

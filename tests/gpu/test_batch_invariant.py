@@ -45,9 +45,7 @@ def test_captured_prompts_behind_cached_prefixes_have_the_same_bits(captured_mod
     for seed in (1, 2):
         said = beside(batch, asked, seed, client="a", leaves=0.0)
         assert [number for number, whole in enumerate(expected) if not is_beginning(said[number], whole)] == []
-    again = began(batch, asked[0], "a")
-    while not again.step():
-        pass
+    again = began(batch, asked[0], client="a").compute()
     assert again.row.cached_tokens == 512
     batch.leave(batch.join(again).row)
 
@@ -61,10 +59,7 @@ def test_a_row_s_place_changes_no_bits(captured_model):
         order = [(number * 3 + turn) % GPU_ROWS for number in range(GPU_ROWS)]
         rows = {}
         for number in order:
-            prompt = began(batch, asked[number])
-            while not prompt.step():
-                pass
-            drawn = batch.join(prompt)
+            drawn = batch.join(began(batch, asked[number]).compute())
             rows[drawn.row] = (number, [(drawn.token_id, drawn.logprob)])
         for _ in range(TOKENS - 1):
             for one in batch.step():

@@ -25,10 +25,7 @@ def test_captured_steps_compute_last_tokens_with_adapters(family, rows, tmp_path
         batch = Batch(model, rows)
         batch.prepare()
         assert batch.steps.is_captured and batch.prompts.is_on and batch.prompts.captures
-        beside = batch.begin(model.prepare(ids(12)), GenerateRequest(max_new_tokens=200))
-        while not beside.step():
-            pass
-        batch.join(beside)
+        batch.join(batch.begin(model.prepare(ids(12)), GenerateRequest(max_new_tokens=200)).compute())
         for adapter in (None, name):
             for count in (9, 40, 130):
                 expected = answered(whole, model.prepare(ids(count)), adapter=adapter)

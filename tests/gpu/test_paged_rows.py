@@ -39,10 +39,7 @@ def said(model, decode, names):
     for _ in range(2):
         whose = {}
         for number, (_, text) in enumerate(asks(ROWS)):
-            prompt = begun(batch, (names[number % len(names)], text), client=None)
-            while not prompt.step():
-                pass
-            drawn = batch.join(prompt)
+            drawn = batch.join(begun(batch, (names[number % len(names)], text), client=None).compute())
             whose[drawn.row] = number, [(drawn.token_id, drawn.logprob)]
         while any(row.finish is None for row in whose):
             for drawn in batch.step():

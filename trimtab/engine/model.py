@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,11 +18,13 @@ from trimtab.checkpoint.folder import find_folder, unapplied_rules
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
 from trimtab.engine import float16_check
+from trimtab.engine.batch import generate as generation
 from trimtab.engine.batch import kept_batch
 from trimtab.engine.batch.kept_batch import KeptBatch, Turns
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.media import several
 from trimtab.engine.cuda.nvrtc import wait_for_all
+from trimtab.engine.decode.step_choice import Fallback
 from trimtab.engine.kv.sequence import Inputs, lost_words
 from trimtab.engine.layers.leaves import UnpackedWeights, keep_unpacked
 from trimtab.engine.loader import processor as hf_processor
@@ -52,17 +54,15 @@ from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from trimtab.engine.batch import generate as generation
     from trimtab.engine.batch.batch import Batch
     from trimtab.engine.calls.asked_model import Chosen
     from trimtab.engine.chat.control_tokens import ControlTokens
-    from trimtab.engine.decode.step_choice import Fallback
     from trimtab.engine.formats.hf_types import HFModel, Processor
     from trimtab.engine.memory_shares import Share
     from trimtab.engine.prefill.prefix_cache import PrefixCache
     from trimtab.engine.tiers.streaming import Streamer
     from trimtab.planning.values.rows import Unquantized
-    from trimtab.request import AnswerOptions
+    from trimtab.request import QuestionOptions
 
 
 class LoadedModel(Asking):
@@ -434,8 +434,6 @@ class LoadedModel(Asking):
     def fallbacks(self) -> tuple[Fallback, ...]:
         """The slower computations that replace a kernel or a graph, with reasons; complete after a first answer. Also the
         rules of the checkpoint's generation_config.json that answers do not follow."""
-        from trimtab.engine.decode.step_choice import Fallback
-
         own = () if self.kept.batch is None else tuple(self.kept.batch.steps.fallbacks)
         loaded = {} if self._loaded is None else dict(self._loaded.left_out)
         kept = None if self.prefix_cache is None else self.prefix_cache.why_not
@@ -470,10 +468,7 @@ class LoadedModel(Asking):
                 system=system, template_kwargs=dict(template_kwargs or {}),
             )  # fmt: skip
 
-    def generate(
-        self, prompt: object, *, image: object = None, audio: object = None, system: str | None = None,
-        adapter: Chosen = None, template_kwargs: Mapping[str, object] | None = None, **options: Unpack[AnswerOptions],
-    ) -> Iterator[str]:  # fmt: skip
+    def generate(self, prompt: object, **options: Unpack[QuestionOptions]) -> Iterator[str]:
         """Yield the answer as it arrives, in whole characters.
 
         prompt: text, chat messages, or a list of token ids. image: a file, bytes, a Pillow image or a uint8 array [H, W] or
@@ -482,29 +477,14 @@ class LoadedModel(Asking):
         for a weighted sum. template_kwargs: further values for the chat template. options: the fields of GenerateRequest.
         Errors: RequestError before any work, DeviceError if memory runs out.
         """
-        from trimtab.engine.batch import generate as generation
-
-        given = {"image": image, "audio": audio, "system": system, "adapter": adapter, "template_kwargs": template_kwargs}
-        inputs, request, _ = self.question(prompt, {**options, **given})
+        inputs, request, adapter = self.question(prompt, options)
         # Made here, iterated there: errors of the request are raised before the first piece is requested.
-        return self._pieces(generation.Generation(self, inputs, request), adapter)
+        return generation.texts(generation.Generation(self, inputs, request), self.answering(adapter))
 
-    def _pieces(self, answer: generation.Generation, adapter: Chosen) -> Iterator[str]:
-        with self.answering(adapter), closing(iter(answer)) as pieces:  # type: ignore[type-var]
-            for piece in pieces:
-                if piece.text:
-                    yield piece.text
-
-    def answer(
-        self, prompt: object, *, image: object = None, audio: object = None, system: str | None = None,
-        adapter: Chosen = None, template_kwargs: Mapping[str, object] | None = None, **options: Unpack[AnswerOptions],
-    ) -> generation.Answer:  # fmt: skip
-        """Return the whole answer with its token ids, finish reason and timings (seconds).
-
-        prompt, image, audio, system, adapter, template_kwargs, options, errors: as in `generate`.
-        """
-        given = {"image": image, "audio": audio, "system": system, "adapter": adapter, "template_kwargs": template_kwargs}
-        inputs, request, _ = self.question(prompt, {**options, **given})
+    def answer(self, prompt: object, **options: Unpack[QuestionOptions]) -> generation.Answer:
+        """Return the whole answer with its token ids, finish reason and timings (seconds). prompt, options, errors: as in
+        `generate`."""
+        inputs, request, adapter = self.question(prompt, options)
         return self.answer_inputs(inputs, request, adapter=adapter)
 
     def answer_inputs(self, inputs: Inputs, request: GenerateRequest, *, adapter: Chosen = None) -> generation.Answer:
@@ -512,8 +492,6 @@ class LoadedModel(Asking):
 
         Errors: RequestError for an unknown adapter, DeviceError if memory runs out.
         """
-        from trimtab.engine.batch import generate as generation
-
         self.check_adapter(adapter)
         with self.answering(adapter):
             return generation.generate_text(self, inputs, request)
@@ -527,8 +505,6 @@ class LoadedModel(Asking):
         prompt, image, audio, system, adapter, template_kwargs: as in `generate`.
         Shapes: [S, V] float32 on the CPU. Errors: RequestError, DeviceError.
         """
-        from trimtab.engine.batch import generate as generation
-
         check_answers(self.anatomy)
         self.check_adapter(adapter)
         inputs = self.prepare(prompt, image=image, audio=audio, system=system, template_kwargs=template_kwargs)

@@ -1,6 +1,5 @@
 """Requests that answer together: every row says what it says alone, whatever the others do."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -8,8 +7,8 @@ import torch
 
 import trimtab
 from tests import long_runs, talking
-from tests.lent import lent
-from tests.raised import raised, refused
+from tests.lent import DEVICE, lent
+from tests.raised import raised, raising, refused
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch import request as hf_generate
@@ -19,7 +18,6 @@ from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 
-DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 # Lengths on both sides of the families' sliding window of 8 tokens.
 PROMPTS = [list(range(5, 5 + count)) for count in (3, 20, 11)]
 # Attention over masked places and over exactly as many adds in another order: a float32 step of a tiny model differs by
@@ -29,10 +27,7 @@ STEP_TOLERANCE = 1e-4
 
 def through(batch, inputs, request, **options):
     """Put a prompt through the model and into a row."""
-    prompt = batch.begin(inputs, request, **options)
-    while not prompt.step():
-        pass
-    return batch.join(prompt)
+    return batch.join(batch.begin(inputs, request, **options).compute())
 
 
 def to_the_end(batch, rows):
@@ -248,10 +243,7 @@ def test_a_panic_of_a_constraint_ends_its_row_and_ctrl_c_ends_the_step(model, er
     inputs, request = model.prepare("Hello"), GenerateRequest(max_new_tokens=4)
     row, other = (through(batch, inputs, request).row for _ in range(2))
 
-    def fail(token_ids, logits):
-        raise error
-
-    row.constraint = fail
+    row.constraint = raising(error)
     if isinstance(error, KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
             batch.step()
@@ -267,7 +259,7 @@ def test_a_poisoned_row_harms_no_other(model):
     batch = Batch(model, rows=2)
     bad = through(batch, model.prepare("Hi"), request).row
     good = through(batch, model.prepare("Hello"), request).row
-    for layer in batch.cache._own():
+    for layer in batch.cache.with_memory().values():
         layer.keys[bad.number], layer.values[bad.number] = float("nan"), float("nan")
     batch.step()
     batch.leave(bad)
@@ -310,8 +302,7 @@ def test_a_talking_model_with_random_weights_agrees_too(tmp_path):
     folder = talking.build_gemma4(tmp_path)
     # In float32: scores of random weights in 16 bits can be equal, and both ways sum in another order.
     options = {"quant": "nf4-dq", "dtype": "float32", "place": {"*": "stream"}}
-    plan = trimtab.plan(folder, context=512, audio_s=1.0, device=DEVICE, **options)
-    with trimtab.load(plan) as model:
+    with trimtab.load(folder, context=512, audio_s=1.0, device=DEVICE, **options) as model:
         media = {"image": talking.png(), "audio": talking.wav()}
         alone = model.answer("What is it?", **media, max_new_tokens=4).token_ids
         batch = Batch(model, rows=2)

@@ -48,21 +48,14 @@ def batch_of(model, decode, sizes, rows):  # noqa: F811
     return batch
 
 
-def begun(batch, ask, **options):
-    request = GenerateRequest(max_new_tokens=TOKENS)
+def begun(batch, ask, tokens=TOKENS, **options):
+    request = GenerateRequest(max_new_tokens=tokens)
     return batch.begin(batch.model.prepare(ask[1]), request, adapter=ask[0], top_logprobs=0, **options)
-
-
-def through_all(prompt):
-    """Return a prompt after its last piece."""
-    while not prompt.step():
-        pass
-    return prompt
 
 
 def forks(batch, ask, count):
     """Return rows of one prompt that joined the batch one after the other: all but the first share its keys and values."""
-    rows = [batch.join(through_all(begun(batch, ask, group="one"))).row for _ in range(count)]
+    rows = [batch.join(begun(batch, ask, group="one").compute()).row for _ in range(count)]
     assert [row.shared_tokens > 0 for row in rows] == [False, *[True] * (count - 1)]
     return rows
 
@@ -86,7 +79,7 @@ def check_beside_spoilt(model, spoil):  # noqa: F811
     ask = asks(2)[1]
     expected = alone(batch_of(model, "eager", (), 1), ask)
     batch = batch_of(model, "eager", (16, 64), 4)
-    prompt = through_all(begun(batch, asks(1)[0]))
+    prompt = begun(batch, asks(1)[0]).compute()
     batch.place(prompt)
     for layer in batch.cache.layers:
         spoil(layer, prompt.row.number)
@@ -94,12 +87,9 @@ def check_beside_spoilt(model, spoil):  # noqa: F811
     assert [token for token, _ in alone(batch, ask)] == [token for token, _ in expected]
 
 
-def alone(batch, ask):
+def alone(batch, ask, **options):
     """Return [(token, its logarithm of a probability)] of a request that nobody else is answered beside."""
-    prompt = begun(batch, ask)
-    while not prompt.step():
-        pass
-    found = [batch.join(prompt)]
+    found = [batch.join(begun(batch, ask, **options).compute())]
     while found[-1].row.finish is None:
         found += batch.step()
     batch.leave(found[0].row)
@@ -289,13 +279,10 @@ def test_prompts_join_in_the_order_in_which_they_went_through(model):  # noqa: F
     batch = batch_of(model, "eager", (), 3)
     prompts = [begun(batch, ask) for ask in asks(3)]
     for prompt in prompts:
-        while not prompt.step():
-            pass
+        prompt.compute()
         batch.place(prompt)
     assert batch.free_rows == 0 and [prompt.row.number for prompt in prompts] == [0, 1, 2]
-    late = begun(batch, asks(1)[0])
-    while not late.step():
-        pass
+    late = begun(batch, asks(1)[0]).compute()
     with pytest.raises(RequestError, match="every row"):
         batch.place(late)
     with pytest.raises(RequestError, match="in the order"):

@@ -17,10 +17,9 @@ DRAWN = {"temperature": 1.5, "max_new_tokens": 12}
 
 @pytest.fixture(scope="module")
 def model():
-    plan = trimtab.plan(
+    with trimtab.load(
         DEMO / "base", quant="none", dtype="float32", adapters=PATHS, context=384, audio_s=1.0, device="cpu", batch=4
-    )
-    with trimtab.load(plan) as loaded:
+    ) as loaded:
         yield loaded
 
 

@@ -5,7 +5,6 @@ import copy
 import functools
 import gc
 import itertools
-import os
 import re
 import threading
 import weakref
@@ -20,7 +19,9 @@ from tokenizers import decoders, models
 
 import trimtab
 from tests import pico, stock, talking
-from tests.raised import refused
+from tests.engine.batch.test_batch import through, to_the_end
+from tests.lent import DEVICE
+from tests.raised import raising, refused
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.generate import AnswerText, Detokenizer, Generation, TokenTexts, hidden_ids
 from trimtab.engine.batch.request import AnswerPenalties, Sampler
@@ -29,7 +30,6 @@ from trimtab.request import LEAST_TEMPERATURE, PENALTIES, GenerateRequest
 from trimtab.verification.routes import teacher_forcing as forced
 from trimtab.verification.routes.compare import NoiseFloor, noise_between
 
-DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 OLD = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 11)
 
 
@@ -170,17 +170,10 @@ def test_penalties_and_biases_are_openais_formula(options):
 
 @pytest.mark.parametrize("options", [{"frequency_penalty": -2.0, "presence_penalty": -2.0}, {"logit_bias": {20: 100.0}}])
 def test_rows_and_stocks_generation_take_the_same_penalties(model, options):
-    inputs = model.prepare("Hello")
-    request = GenerateRequest(max_new_tokens=12, **options)
+    request, batch = GenerateRequest(max_new_tokens=12, **options), Batch(model, rows=1)
+    row = through(batch, model.prepare("Hello"), request).row
     found = model.answer("Hello", max_new_tokens=12, **options).token_ids
-    batch = Batch(model, rows=1)
-    prompt = batch.begin(inputs, request)
-    while not prompt.step():
-        pass
-    row = batch.join(prompt).row
-    while row.finish is None:
-        batch.step()
-    assert list(found) == row.answer_ids != list(model.answer("Hello", max_new_tokens=12).token_ids)
+    assert to_the_end(batch, [row]) == [found] != [model.answer("Hello", max_new_tokens=12).token_ids]
 
 
 def test_a_bias_of_a_token_that_the_model_has_not_is_refused(model):
@@ -195,14 +188,8 @@ def by_rows(model, inputs, count, penalty):
     """Return the answer's tokens as one row of a batch gives them: from captured steps on a GPU."""
     batch = Batch(model, rows=1, decode="auto" if DEVICE != "cpu" else "eager")
     assert batch.steps.is_captured == (DEVICE != "cpu"), batch.steps.fallbacks
-    prompt = batch.begin(inputs, GenerateRequest(max_new_tokens=count, repetition_penalty=penalty))
-    while not prompt.step():
-        pass
-    row = batch.join(prompt).row
-    while row.finish is None:
-        batch.step()
-    batch.leave(row)
-    return row.answer_ids
+    row = through(batch, inputs, GenerateRequest(max_new_tokens=count, repetition_penalty=penalty)).row
+    return list(to_the_end(batch, [row])[0])
 
 
 def check_parts_only_at_a_tie(found, stock_model, inputs, penalty, exact_model=None):
@@ -351,11 +338,8 @@ def test_cancelled_is_said(model):
 
 
 def test_an_error_of_the_model_reaches_the_caller(model, monkeypatch):
-    @functools.wraps(type(model.hf_model).forward)  # transformers checks arguments against the signature
-    def fail(*args, **kwargs):
-        raise ZeroDivisionError("planted")
-
-    monkeypatch.setattr(type(model.hf_model), "forward", fail)
+    kind = type(model.hf_model)  # transformers checks arguments against the signature
+    monkeypatch.setattr(kind, "forward", functools.wraps(kind.forward)(raising(ZeroDivisionError("planted"))))
     with pytest.raises(ZeroDivisionError, match="planted"):
         list(model.generate("Hello", max_new_tokens=3))
 
@@ -370,8 +354,7 @@ def test_a_long_prompt_in_pieces_gives_the_same_answer(folder):
     """In float32, where pieces differ from the whole by the order of sums alone (3e-6 of 0.8 seen): the greedy tokens of
     a random model are further apart than that."""
     tokens = torch.randint(300, 1500, (300,), generator=torch.Generator().manual_seed(0)).tolist()
-    plan = trimtab.plan(folder, quant="none", dtype="float32", device=DEVICE, context=512, audio_s=1.0, images=0)
-    with trimtab.load(plan) as loaded:
+    with trimtab.load(folder, quant="none", dtype="float32", device=DEVICE, context=512, audio_s=1.0, images=0) as loaded:
         whole = loaded.answer(tokens, max_new_tokens=8)
         object.__setattr__(loaded.plan, "prefill_tokens", 64)
         calls = []

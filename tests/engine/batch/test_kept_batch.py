@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.engine.decode.test_graphs import DEMO, demo, replayed  # noqa: F401 - a fixture
+from tests.raised import raising
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.request import PendingToken
 from trimtab.errors import RequestError, TrimtabError
@@ -112,11 +113,8 @@ def test_an_answer_whose_first_token_has_no_memory_leaves_its_row_to_the_next(pl
     monkeypatch.setattr(planned, "decode", "graph")
     expected = planned.answer(PROMPTS[0], max_new_tokens=6).token_ids
 
-    def full(row, logits):
-        raise torch.OutOfMemoryError("planted")
-
     with monkeypatch.context() as while_full:
-        while_full.setattr(PendingToken, "of", full)
+        while_full.setattr(PendingToken, "of", raising(torch.OutOfMemoryError("planted")))
         with pytest.raises((torch.OutOfMemoryError, TrimtabError)):
             planned.answer(PROMPTS[0], max_new_tokens=6)
     assert planned.answer(PROMPTS[0], max_new_tokens=6).token_ids == expected

@@ -7,6 +7,7 @@ import torch
 
 import trimtab
 from tests import pico
+from tests.engine.batch.test_batch import through, to_the_end
 from tests.engine.decode.test_graphs import replayed  # noqa: F401 - a fixture
 from tests.stock import load_stock
 from trimtab.checkpoint.folder import unapplied_rules
@@ -82,15 +83,9 @@ def test_captured_steps_and_constrained_rows_obey_too(made, tmp_path, decode, be
         wanted = {"greedy": of_stock(folder)}
     with loaded(folder, batch=2, **options) as model:
         batch = Batch(model, rows=2, decode=decode)
-        request, rows = GenerateRequest(max_new_tokens=TOKENS), []
-        for constraint in (None, lambda token_ids, scores: scores):
-            prompt = batch.begin(model.prepare(PROMPT), request, constraint=constraint)
-            while not prompt.step():
-                pass
-            rows.append(batch.join(prompt).row)
-        while any(row.finish is None for row in rows):
-            batch.step()
-        assert [tuple(row.answer_ids) for row in rows] == [wanted["greedy"]] * 2
+        request, constraints = GenerateRequest(max_new_tokens=TOKENS), (None, lambda token_ids, scores: scores)
+        rows = [through(batch, model.prepare(PROMPT), request, constraint=one).row for one in constraints]
+        assert to_the_end(batch, rows) == [wanted["greedy"]] * 2
         assert rows[0].sampler.is_greedy is not begins and (replayed or options)
 
 

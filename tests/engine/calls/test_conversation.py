@@ -7,6 +7,7 @@ import pytest
 
 import trimtab
 from tests import talking
+from tests.raised import refused
 from trimtab import demo
 from trimtab.engine.batch.generate import Generation, Piece
 from trimtab.engine.chat.media import read_image
@@ -99,9 +100,7 @@ def test_more_images_than_planned_drop_the_oldest(model):
     for number in range(3):
         chat.send("What?", image=demo.IMAGES[number])
     assert chat.left_out == 2
-    with pytest.raises(RequestError) as caught:
-        chat.send("What?", image=list(demo.IMAGES[:3]))
-    assert caught.value.field == "image" and len(chat.turns) == 6
+    assert refused(chat.send, "What?", image=list(demo.IMAGES[:3])).field == "image" and len(chat.turns) == 6
 
 
 def test_without_a_limit_an_answer_may_take_what_is_left_of_the_context(model):
@@ -111,9 +110,7 @@ def test_without_a_limit_an_answer_may_take_what_is_left_of_the_context(model):
 
 @pytest.mark.parametrize(("options", "field"), [({"when_full": "x"}, "when_full"), ({"max_new_tokens": 0}, "max_new_tokens")])
 def test_a_wrong_conversation_is_refused(model, options, field):
-    with pytest.raises(RequestError) as caught:
-        model.chat(**options)
-    assert caught.value.field == field
+    assert refused(model.chat, **options).field == field
 
 
 def test_a_wrong_message_changes_nothing(model):
@@ -128,8 +125,7 @@ def test_a_wrong_message_changes_nothing(model):
 def test_an_adapter_whose_files_changed_is_read_again(tmp_path):
     folder = tmp_path / "own"
     shutil.copytree(demo.ADAPTERS["style"], folder)
-    plan = trimtab.plan(demo.BASE, adapters={"own": folder}, context=128, device="cpu", head="full")
-    with trimtab.load(plan) as model:
+    with trimtab.load(demo.BASE, adapters={"own": folder}, context=128, device="cpu", head="full") as model:
         before = model.answer(QUESTION, adapter="own", max_new_tokens=12).text
         assert model.reload_adapter("own") is False
         for file in demo.ADAPTERS["specialist"].iterdir():
@@ -140,8 +136,7 @@ def test_an_adapter_whose_files_changed_is_read_again(tmp_path):
         with pytest.raises(trimtab.TrimtabError):
             model.reload_adapter("own")
         assert model.answer(QUESTION, adapter="own", max_new_tokens=12).text == after
-    specialist = trimtab.plan(demo.BASE, adapters={"own": demo.ADAPTERS["specialist"]}, context=128, device="cpu", head="full")
-    with trimtab.load(specialist) as model:
+    with trimtab.load(demo.BASE, adapters={"own": demo.ADAPTERS["specialist"]}, context=128, device="cpu", head="full") as model:
         assert model.answer(QUESTION, adapter="own", max_new_tokens=12).text == after != before
 
 
@@ -150,8 +145,7 @@ def changed(tmp_path):
     """A model with an adapter whose files have changed since it was loaded."""
     folder = tmp_path / "own"
     shutil.copytree(demo.ADAPTERS["style"], folder)
-    plan = trimtab.plan(demo.BASE, adapters={"own": folder}, context=128, device="cpu", head="full")
-    with trimtab.load(plan) as model:
+    with trimtab.load(demo.BASE, adapters={"own": folder}, context=128, device="cpu", head="full") as model:
         for file in demo.ADAPTERS["specialist"].iterdir():
             shutil.copy(file, folder / file.name)
         yield model
@@ -189,9 +183,7 @@ def test_an_adapter_unloaded_while_its_new_files_are_read_stays_unloaded(changed
         return read(path, **options)
 
     monkeypatch.setattr(changed, "read_adapter", read_and_unload)
-    with pytest.raises(RequestError) as caught:
-        changed.reload_adapter("own")
-    assert caught.value.field == "adapter" and changed.adapters == ()
+    assert refused(changed.reload_adapter, "own").field == "adapter" and changed.adapters == ()
 
 
 THINKS = "{{ bos_token }}{% for m in messages %}{{ m.role }} {{ m.content.split('<channel|>')[-1] }}{% endfor %}"

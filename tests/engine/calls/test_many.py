@@ -15,6 +15,7 @@ import transformers
 import trimtab
 from tests import pico, stock, waiting
 from tests.long_runs import crossed
+from tests.raised import refused
 from trimtab import demo
 from trimtab.api import PlanInputs, plan_request
 from trimtab.engine.batch.batch import Batch
@@ -29,11 +30,10 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def model():
     adapters = {name: str(demo.ADAPTERS[name]) for name in ("style", "specialist")}
-    plan = trimtab.plan(
+    with trimtab.load(
         demo.BASE, adapters=adapters, context=128, batch=3, images=2, audio_s=2.0, device="cpu", quant="none",
         dtype="float32", head="full",
-    )  # fmt: skip
-    with trimtab.load(plan) as loaded:
+    ) as loaded:  # fmt: skip
         yield loaded
 
 
@@ -97,9 +97,7 @@ def test_a_wrong_request_is_raised_or_takes_its_answers_place(model):
      (lambda m: m.embed([""]), "texts"), (lambda m: m.embed(["x"], pooling="max"), "pooling"), (lambda m: m.embed([]), "texts")],
 )  # fmt: skip
 def test_a_wrong_call_is_refused(model, call, field):
-    with pytest.raises(RequestError) as caught:
-        list(call(model))
-    assert caught.value.field == field
+    assert refused(lambda: list(call(model))).field == field
 
 
 def test_a_family_without_rows_is_answered_one_by_one(model, monkeypatch):
@@ -298,9 +296,9 @@ def test_a_family_with_a_cache_of_its_own_or_none_answers_as_transformers_does(n
     plan, longer = (trimtab.plan(tmp_path, device="cpu", quant="none", dtype="float32", context=n) for n in (64, 4096))
     assert longer.prefill_tokens == (1024 if name in CUT else 4096)  # of what is computed whole, memory is counted whole
     for served, invariant, field in ((False, True, "batch_invariant"), (True, False, "model")):
-        with pytest.raises(RequestError, match=f"{type(plain).__name__} cannot be batched: ") as refused:
-            plan_request(replace(plan.request, batch_invariant=invariant), inputs=PlanInputs(is_served=served))
-        assert refused.value.field == field
+        asked, inputs = replace(plan.request, batch_invariant=invariant), PlanInputs(is_served=served)
+        error = refused(plan_request, asked, inputs=inputs, match=f"{type(plain).__name__} cannot be batched: ")
+        assert error.field == field
     with trimtab.load(plan) as one:
         whole, states = one.answer(ids, max_new_tokens=16, logprobs=0), one.embed([ids])
         assert len(set(wanted)) > 3 and list(whole.token_ids) == wanted
@@ -309,9 +307,7 @@ def test_a_family_with_a_cache_of_its_own_or_none_answers_as_transformers_does(n
             Batch(one, rows=1).begin(one.prepare(ids), GenerateRequest(max_new_tokens=2))
     cut = replace(plan, prefill_tokens=8)  # the prompt has more tokens than a chunk
     if name not in CUT:
-        with pytest.raises(RequestError, match=f"{type(plain).__name__} are computed whole") as caught:
-            trimtab.load(cut)
-        assert caught.value.field == "plan.prefill_tokens"
+        assert refused(trimtab.load, cut, match=f"{type(plain).__name__} are computed whole").field == "plan.prefill_tokens"
         return
     with trimtab.load(cut) as one:
         logprobs = [token.logprob for token in one.answer(ids, max_new_tokens=16, logprobs=0).logprobs]
@@ -416,9 +412,7 @@ def test_a_stop_text_in_the_first_token_ends_an_answer_on_every_way(model):
      ({"stop_token_ids": ("a",)}, "stop_token_ids"), ({"stop": "x"}, "stop")],
 )  # fmt: skip
 def test_wrong_options_are_refused(options, field):
-    with pytest.raises(RequestError) as caught:
-        GenerateRequest(**options)
-    assert caught.value.field == field
+    assert refused(GenerateRequest, **options).field == field
 
 
 @pytest.mark.parametrize(
@@ -428,9 +422,7 @@ def test_wrong_options_are_refused(options, field):
 )  # fmt: skip
 def test_what_this_model_cannot_follow_is_refused(model, options, field, words):
     for ask in (model.answer, lambda prompt, **given: list(model.batch([{"prompt": prompt, **given}]))):
-        with pytest.raises(RequestError, match=words) as caught:
-            ask(QUESTION, **options)
-        assert caught.value.field.split(".")[-1] == field
+        assert refused(ask, QUESTION, **options, match=words).field.split(".")[-1] == field
 
 
 # Threads and event loops ----------------------------------------------------------------------------------------------
@@ -538,8 +530,7 @@ def test_a_mix_is_pefts_weighted_sum_of_outputs(family, kind, tmp_path):
                     layer.scaling[name] *= weight
     expected = stock.logits(peft_model, {"input_ids": torch.tensor([ids])})[0]
     adapters = {f"a{n}": path for n, path in enumerate(paths)}
-    plan = trimtab.plan(folder, adapters=adapters, quant="none", dtype="float32", context=64, device="cpu", batch=3)
-    with trimtab.load(plan) as model:
+    with trimtab.load(folder, adapters=adapters, quant="none", dtype="float32", context=64, device="cpu", batch=3) as model:
         found = model.logits(ids, adapter=weights)
         torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
         alone = [model.logits(ids, adapter=name) for name in ("a0", "a1", None)]
@@ -570,8 +561,7 @@ def test_a_mix_goes_with_its_adapters_and_when_room_is_needed(tmp_path, monkeypa
     folder = pico.build("llama", tmp_path / "base")
     paths = {f"a{n}": pico.adapter(folder, tmp_path / f"a{n}", seed=n, targets="all") for n in (0, 1)}
     ids = list(range(5, 15))
-    plan = trimtab.plan(folder, adapters=paths, quant="none", dtype="float32", context=64, device="cpu")
-    with trimtab.load(plan) as model:
+    with trimtab.load(folder, adapters=paths, quant="none", dtype="float32", context=64, device="cpu") as model:
         before = model.free_adapter_bytes()
         one = model.logits(ids, adapter={"a0": 0.5, "a1": 0.5})
         assert model.free_adapter_bytes() < before and model.adapters == ("a0", "a1")

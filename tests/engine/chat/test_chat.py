@@ -1,7 +1,6 @@
 """Questions: text, pictures and sounds become exactly what the model's own processor makes of them."""
 
 import json
-import os
 from contextlib import nullcontext
 
 import jinja2
@@ -11,14 +10,13 @@ import transformers
 
 import trimtab
 from tests import talking
-from tests.raised import refused
+from tests.lent import DEVICE
+from tests.raised import raised, raising, refused
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.loader import processor as hf_processor
 from trimtab.engine.loader.processor import check_named_ids
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.verification.routes.inputs import WithoutWeights
-
-DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +86,8 @@ def test_tokens_of_a_text_are_read_at_once_and_nothing_looks_at_each(model, monk
         calls.append(options)
         return real(self, *arguments, **options)
 
-    def one_by_one(self):
-        raise AssertionError("a token was read by itself")
-
     monkeypatch.setattr(type(model.processor), "__call__", noted)
-    monkeypatch.setattr(torch.Tensor, "__int__", one_by_one)
+    monkeypatch.setattr(torch.Tensor, "__int__", raising(AssertionError("a token was read by itself")))
     found = model.prepare("Hello you")
     assert found.token_ids == expected.token_ids and list(found.tensors) == list(expected.tensors)
     assert all(torch.equal(found.tensors[name], value) for name, value in expected.tensors.items())
@@ -236,9 +231,8 @@ def test_a_tokenizer_without_words_is_refused(tmp_path):
     with loaded_with(None, tmp_path / "bare") as loaded:
         # transformers makes a tokenizer of the special tokens in this file, and every text becomes <unk>.
         (tmp_path / "bare" / "tokenizer_config.json").write_text(config, encoding="utf-8")
-        with pytest.raises(CheckpointError, match="tokenizer.json is missing|special tokens and no others") as caught:
-            loaded.prepare("Hello")
-    assert caught.value.path == str(tmp_path / "bare") and "tokenizer.json" in caught.value.hint
+        error = raised(CheckpointError, loaded.prepare, "Hello", match="tokenizer.json is missing|special tokens and no others")
+    assert error.path == str(tmp_path / "bare") and "tokenizer.json" in error.hint
 
 
 def word_tokenizer(words, *, specials=("<unk>", "<eos>", "<bos>")):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import trimtab
 from tests import pico, talking, talking_families
 from tests.examples import examples
-from tests.raised import raised
+from tests.raised import raised, refused
 from tests.serve.worker.test_serve_worker import Running
 from trimtab.checkpoint.end_tokens import unlisted_end
 from trimtab.cli.main import main
@@ -189,9 +189,8 @@ def test_a_tokenizer_that_cannot_write_it_as_text_refuses_by_name():
     control._tokenizer = lambda text, **options: {"input_ids": [1] * text.count("§")}
     prompt = control.render(lambda messages: messages[0]["content"], [{"role": "user", "content": "a § b"}])
     assert prompt.user_spans == ((2, 3),)
-    with pytest.raises(RequestError, match="contains a control token of this model .§., which") as caught:
-        control.encode(lambda text: None, prompt, adds_special=False)
-    assert caught.value.field == "prompt"
+    words = "contains a control token of this model .§., which"
+    assert refused(control.encode, lambda text: None, prompt, adds_special=False, match=words).field == "prompt"
 
 
 def test_characters_that_are_normalized_to_a_control_token_are_refused():
@@ -258,9 +257,8 @@ def test_a_continued_text_keeps_its_white_space_and_its_control_tokens_stay_text
     {"role": "assistant", "content": [{"type": "text", "text": "the"}, {"type": "text", "text": ""}]},
 ])  # fmt: skip
 def test_only_an_assistants_text_is_continued(last):
-    with pytest.raises(RequestError) as caught:
-        chat.prepare(asked("llama"), [{"role": "user", "content": "the"}, last], continue_final_message=True)
-    assert caught.value.field == "continue_final_message"
+    error = refused(chat.prepare, asked("llama"), [{"role": "user", "content": "the"}, last], continue_final_message=True)
+    assert error.field == "continue_final_message"
 
 
 # The token that ends a turn ------------------------------------------------------------------------------------------

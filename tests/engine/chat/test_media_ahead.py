@@ -15,6 +15,7 @@ from tests import talking
 from tests.engine.chat.test_control_tokens import asked
 from tests.engine.chat.test_media_check import HEARING, SEEING
 from tests.long_runs import crossed
+from tests.raised import raising
 from trimtab.engine.chat import prompt as chat
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Job
@@ -135,10 +136,7 @@ def test_what_cannot_be_prepared_fails_where_it_is_needed(seeing):
     ahead = images_ahead(model.processor)
     chat.prepare(model, "?", images=pictures(64))
 
-    def fail(*args, **kwargs):
-        raise ValueError("no")
-
-    real._real = fail
+    real._real = raising(ValueError("no"))
     shown = pictures(64)
     ahead.prepare(shown)
     with pytest.raises(ValueError, match="no"):
@@ -164,8 +162,7 @@ def wav():
 @pytest.mark.parametrize("kind, part, made", [("image", "image_processor", png), ("audio", "feature_extractor", wav)])
 def test_the_server_prepares_every_medium_on_a_thread_of_its_pool_the_first_too(kind, part, made, tmp_path):
     folder = talking.build_gemma4(tmp_path / "gemma4")
-    planned = trimtab.plan(folder, quant="nf4", device="cpu", context=256, images=1, audio_s=2)
-    with trimtab.load(planned) as model:
+    with trimtab.load(folder, quant="nf4", device="cpu", context=256, images=1, audio_s=2) as model:
         real = Real(getattr(model.processor, part))
         setattr(model.processor, part, real)
         engine = LoadedEngine(model, rows=1)

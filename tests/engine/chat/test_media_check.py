@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests import pico, talking_families
 from tests.engine.chat.test_control_tokens import asked
-from tests.raised import raised
+from tests.raised import raised, refused
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.media_check import check_frames, check_pictures, check_sound_lengths
 from trimtab.engine.loader.processor import load_processor
@@ -102,9 +102,8 @@ def test_a_processor_of_another_model_is_an_error(family, field, value, words, t
     (folder / "processor_config.json").write_text(json.dumps(settings))
     wrong = copy.copy(asked(family))
     wrong.__dict__["processor"] = load_processor(folder)
-    with pytest.raises(CheckpointError, match=words) as caught:
-        chat.prepare(wrong, "What is it?", images=[Image.new("RGB", (64, 64))])
-    assert "processor_config.json" in caught.value.hint
+    error = raised(CheckpointError, chat.prepare, wrong, "What is it?", images=[Image.new("RGB", (64, 64))], match=words)
+    assert "processor_config.json" in error.hint
 
 
 def test_sounds_of_gemma3n_are_refused_by_name_or_heard():
@@ -144,9 +143,8 @@ def test_what_whispers_extractor_would_cut_off_is_refused():
 
     extractor = WhisperFeatureExtractor(feature_size=16)
     check_sound_lengths(extractor, [np.zeros(1, np.float32), np.zeros(480_000, np.float32)], 16_000)
-    with pytest.raises(RequestError, match="this model reads 30 s") as caught:
-        check_sound_lengths(extractor, [np.zeros(480_001, np.float32)], 16_000)
-    assert caught.value.field == "audio"
+    error = refused(check_sound_lengths, extractor, [np.zeros(480_001, np.float32)], 16_000, match="this model reads 30 s")
+    assert error.field == "audio"
 
 
 def test_the_picture_that_is_wrong_is_named():
@@ -191,9 +189,8 @@ def test_the_shortest_sound_is_heard():
 
 def test_a_sound_of_which_the_end_would_be_cut_off_is_refused():
     assert prepared("gemma4", audios=[np.zeros(480_000, np.float32)]).token_ids.count(pico.AUDIO) == 750
-    with pytest.raises(RequestError, match=r"lasts 30.1 s, this model reads 30 s and would ignore the rest") as caught:
-        prepared("gemma4", audios=[np.zeros(481_600, np.float32)])
-    assert caught.value.field == "audio"
+    words = r"lasts 30.1 s, this model reads 30 s and would ignore the rest"
+    assert refused(prepared, "gemma4", audios=[np.zeros(481_600, np.float32)], match=words).field == "audio"
 
 
 def test_a_prompt_without_audio_needs_no_feature_extractor():

@@ -127,8 +127,7 @@ def answered(call_id):
 
 @pytest.fixture(scope="module")
 def model():
-    plan = trimtab.plan(DEMO / "base", quant="none", dtype="float32", context=1024, device="cpu")
-    with trimtab.load(plan) as loaded:
+    with trimtab.load(DEMO / "base", quant="none", dtype="float32", context=1024, device="cpu") as loaded:
         yield loaded
 
 

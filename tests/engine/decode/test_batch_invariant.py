@@ -5,11 +5,14 @@ On a CPU every row is computed by itself; tests/gpu runs the same tests with one
 """
 
 import random
+from functools import partial
 
 import pytest
 import torch
 
 from tests import pico
+from tests.engine.batch.test_company import alone as alone_in
+from tests.engine.batch.test_company import begun
 from tests.engine.decode.test_graphs import DEVICE, replayed  # noqa: F401
 from tests.long_runs import SLOW_ON_CPU, slow_on_cpu
 from trimtab import load, plan
@@ -53,10 +56,7 @@ def questions(count, *, names=(None, *ADAPTERS), seed=0, shared=0, low=8, high=2
     ]
 
 
-def began(batch, ask, client=None):
-    return batch.begin(
-        batch.model.prepare(ask[1]), GenerateRequest(max_new_tokens=TOKENS), adapter=ask[0], top_logprobs=0, client=client
-    )
+began, alone = (partial(call, tokens=TOKENS, client=None) for call in (begun, alone_in))
 
 
 def batch_of(model, *, static=False):
@@ -67,19 +67,6 @@ def batch_of(model, *, static=False):
     return batch
 
 
-def alone(batch, ask, client=None):
-    """Return [(token, its log-probability)] of a request that nobody is answered beside."""
-    prompt = began(batch, ask, client)
-    while not prompt.step():
-        pass
-    drawn = [batch.join(prompt)]
-    row = drawn[0].row
-    while row.finish is None:
-        drawn += batch.step()
-    batch.leave(row)
-    return [(one.token_id, one.logprob) for one in drawn]
-
-
 def beside(batch, asked, seed, client=None, leaves=0.1):
     """Return what each request gets that comes and goes among the others; some leave before their end."""
     chance, waiting, said, rows, prompt = random.Random(seed), list(enumerate(asked)), {}, {}, None
@@ -87,7 +74,7 @@ def beside(batch, asked, seed, client=None, leaves=0.1):
     while waiting or prompt or batch.active:
         if prompt is None and waiting and batch.free_rows:
             number, ask = waiting.pop(0)
-            prompt = number, began(batch, ask, client)
+            prompt = number, began(batch, ask, client=client)
         if prompt is not None and prompt[1].step(chance.choice((16, 64, 256))):
             drawn = batch.join(prompt[1])
             rows[drawn.row] = prompt[0]
@@ -150,9 +137,7 @@ def test_cached_prefixes_change_no_bits(static, monkeypatch):
             said = beside(batch, asked, seed, client="a")
             assert all(is_beginning(said[number], whole) for number, whole in enumerate(expected))
         assert one.prefix_cache.numbers()["hits"] >= len(asked)
-        again = began(batch, asked[0], "a")
-        while not again.step():
-            pass
+        again = began(batch, asked[0], client="a").compute()
         assert again.row.cached_tokens and not again.row.cached_tokens % piece  # no answer, no part of a piece
 
 
@@ -184,10 +169,7 @@ def test_a_placeholder_that_was_drawn_changes_nobody_elses_bits(model):
     expected = [alone(batch, ask) for ask in asked[:2]]
     rows = []
     for ask in asked:
-        prompt = began(batch, ask)
-        while not prompt.step():
-            pass
-        rows.append(batch.join(prompt))
+        rows.append(batch.join(began(batch, ask).compute()))
     said = {one.row: [(one.token_id, one.logprob)] for one in rows}
     third = rows[2].row
     third.token_ids[-1] = min(sequence.placeholder_ids(model.hf_model))
@@ -212,8 +194,7 @@ def test_pieces_of_a_prompt_do_not_follow_the_time_that_others_leave(model):
     first.step()
     with pytest.raises(RequestError, match="another prompt is on its way"):
         second.step()
-    while not first.step():
-        pass
+    first.compute()
     batch.leave(batch.join(first).row)
     assert batch.prompts.packs.why_not() == "answers are batch-invariant" or not batch.prompts.captures
 
@@ -233,10 +214,7 @@ def test_rows_one_by_one_leave_the_cache_as_it_was(model):
     batch = batch_of(model)
     rows = []
     for ask in questions(3):
-        prompt = began(batch, ask)
-        while not prompt.step():
-            pass
-        rows.append(batch.join(prompt).row)
+        rows.append(batch.join(began(batch, ask).compute()).row)
     logits, tokens = batch.steps._one_by_one({number: row.adapter for number, row in enumerate(rows)})
     assert logits.shape[0] == 3 and torch.equal(logits.argmax(-1), tokens) and batch.cache.first_row == 0
     for row in rows:

@@ -4,7 +4,6 @@ On a CPU nothing is captured and the fused step runs on plain torch: that proves
 with the kernels, as graphs.
 """
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +11,9 @@ import torch
 
 import trimtab
 from tests import long_runs, pico
-from tests.lent import lent
-from tests.raised import refused
+from tests.engine.batch.test_batch import to_the_end
+from tests.lent import DEVICE, lent
+from tests.raised import raising, refused
 from tests.replays import Again, standing_in
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
@@ -28,7 +28,6 @@ from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 
-DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE != "cpu"
 MODES = ["graph", "fused"] if ON_GPU else ["fused"]
 # The demo model in bfloat16: kernels that add in another order move a score by a few rounding steps of 2^-8 of the largest.
@@ -60,10 +59,7 @@ def model():
 
 
 def through(batch, inputs, request, **options):
-    prompt = batch.begin(inputs, request, **options)
-    while not prompt.step():
-        pass
-    return batch.join(prompt).row
+    return batch.join(batch.begin(inputs, request, **options).compute()).row
 
 
 def joined(model, decode, asked, *, tokens=48, rows=None):
@@ -91,12 +87,9 @@ def forced_scores(batch, steps):
 
 def answers(batch):
     rows = list(batch.active)
-    while batch.active:
-        batch.step()
-        for row in [row for row in batch.active if row.finish is not None]:
-            assert row.error is None
-            batch.leave(row)
-    return [tuple(row.answer_ids) for row in rows]
+    found = to_the_end(batch, rows)
+    assert all(row.error is None for row in rows)
+    return found
 
 
 _OF_MODULES = {}
@@ -118,6 +111,7 @@ def replayed(monkeypatch):
     return standing_in(monkeypatch, "a decode step")
 
 
+NOT_PERMITTED = RuntimeError("operation not permitted when stream is capturing")
 LOOK = {"image": DEMO / "images" / "image_1.png"}
 HEAR = {"audio": DEMO / "sounds" / "audio_1.wav"}
 ASKED = [
@@ -186,10 +180,7 @@ def test_what_a_graph_would_repeat_gives_the_modules_answers(decode, replayed):
 def test_a_capture_that_fails_is_told_and_the_modules_go_on(model, replayed, monkeypatch):
     expected = of_modules(model, ASKED[:2])
 
-    def fail(*args):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(GraphCache, "_recorded", fail)
+    monkeypatch.setattr(GraphCache, "_recorded", raising(NOT_PERMITTED))
     batch = joined(model, "auto", ASKED[:2])
     assert answers(batch) == expected
     (fall,) = batch.steps.fallbacks
@@ -303,21 +294,29 @@ def test_a_drawn_picture_token_is_embedded_as_transformers_does(model, decode):
     assert torch.equal(found["eager"], found[decode])
 
 
-@pytest.fixture
-def in_place(monkeypatch):
-    """A lean model whose tables the device reads in host memory, as a GPU does; a CPU needs no page locks for that."""
-    if not ON_GPU:
-        monkeypatch.setattr(leaves, "seen_by", lambda source, device: source)
-    with demo("lean") as loaded:
-        yield loaded
+def seen_in(place):
+    """A model whose tables the device reads in host memory, as a GPU does; a CPU needs no page locks for that."""
+
+    @pytest.fixture
+    def model_there(monkeypatch):
+        if not ON_GPU:
+            monkeypatch.setattr(leaves, "seen_by", lambda source, device: source)
+        with demo(place) as loaded:
+            yield loaded
+
+    return model_there
 
 
-@pytest.fixture
-def streamed_in_place(monkeypatch):
-    if not ON_GPU:
-        monkeypatch.setattr(leaves, "seen_by", lambda source, device: source)
-    with demo("streamed") as loaded:
-        yield loaded
+in_place, streamed_in_place = seen_in("lean"), seen_in("streamed")
+
+
+def told_of_steps(batch, monkeypatch, look_ahead):
+    """Return the list that says of each step whether it was queued ahead. look_ahead: whether any may be."""
+    if not look_ahead:
+        monkeypatch.setattr(batch.steps, "may_look_ahead", lambda: False)
+    run, ahead = batch.steps.run, []
+    monkeypatch.setattr(batch.steps, "run", lambda state: ahead.append(state.ahead) or run(state))
+    return ahead
 
 
 @pytest.mark.parametrize("decode", MODES)
@@ -339,11 +338,8 @@ def test_steps_queued_ahead_change_no_word_whoever_joins_leaves_or_switches(requ
     model = request.getfixturevalue(fixture)
 
     def story(look_ahead):
-        batch, said, ahead = joined(model, decode, [ASKED[i] for i in (0, 1, 3, 4)], rows=5), [], []
-        if not look_ahead:
-            monkeypatch.setattr(batch.steps, "may_look_ahead", lambda: False)
-        run = batch.steps.run
-        monkeypatch.setattr(batch.steps, "run", lambda state: ahead.append(state.ahead) or run(state))
+        batch, said = joined(model, decode, [ASKED[i] for i in (0, 1, 3, 4)], rows=5), []
+        ahead = told_of_steps(batch, monkeypatch, look_ahead)
         first, second, third, fourth = batch.active
 
         def steps(count):
@@ -381,11 +377,8 @@ DRAWS = [
 @pytest.mark.parametrize("decode", ["graph", "fused"])
 def test_rows_that_draw_are_queued_ahead_too_and_say_the_same(model, decode, replayed, monkeypatch):
     def story(look_ahead):
-        batch, rows, ahead, told = Batch(model, rows=4, decode=decode), [], [], []
-        if not look_ahead:
-            monkeypatch.setattr(batch.steps, "may_look_ahead", lambda: False)
-        run, tell = batch.steps.run, batch.write_last_tokens
-        monkeypatch.setattr(batch.steps, "run", lambda state: ahead.append(state.ahead) or run(state))
+        batch, rows, told = Batch(model, rows=4, decode=decode), [], []
+        ahead, tell = told_of_steps(batch, monkeypatch, look_ahead), batch.write_last_tokens
         monkeypatch.setattr(batch, "write_last_tokens", lambda: told.append(True) or tell())
         for options in DRAWS:
             request = GenerateRequest(max_new_tokens=24, **options)
@@ -406,11 +399,8 @@ def test_rows_that_take_another_place_are_queued_ahead_and_say_the_same(model, d
     """The tokens of a step that was queued before a row left are written to the places that the others have now."""
 
     def story(look_ahead):
-        batch, rows, ahead = Batch(model, rows=4, decode=decode), [], []
-        if not look_ahead:
-            monkeypatch.setattr(batch.steps, "may_look_ahead", lambda: False)
-        run = batch.steps.run
-        monkeypatch.setattr(batch.steps, "run", lambda state: ahead.append(state.ahead) or run(state))
+        batch, rows = Batch(model, rows=4, decode=decode), []
+        ahead = told_of_steps(batch, monkeypatch, look_ahead)
         for number, options in enumerate(DRAWS):
             request = GenerateRequest(max_new_tokens=24, **options)
             asked = model.prepare(f"Hello {number}" * (number + 1))
@@ -500,10 +490,7 @@ def test_preparing_ends_at_the_most_graphs_and_where_capturing_fails(model, repl
     batch.prepare()
     assert batch.steps.captures == 2 and len(batch.steps._graphs) == 2
 
-    def fail(*args):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(GraphCache, "_recorded", fail)
+    monkeypatch.setattr(GraphCache, "_recorded", raising(NOT_PERMITTED))
     batch = Batch(model, rows=2)
     batch.prepare()
     (fall,) = batch.steps.fallbacks
@@ -519,9 +506,7 @@ def test_what_a_first_request_does_not_need_is_captured_in_moments_without_reque
     batch.captures_ahead.prepare(first=True)
     assert batch.steps.captures == 2  # six rows and one
     counts = []
-    prompt = batch.begin(model.prepare("Hello"), GenerateRequest(max_new_tokens=4))
-    while not prompt.step():
-        pass
+    prompt = batch.begin(model.prepare("Hello"), GenerateRequest(max_new_tokens=4)).compute()
     batch.place(prompt)  # not active yet, and its row is written
     with pytest.raises(RequestError, match="requests are running"):
         batch.captures_ahead.prepare()
@@ -555,10 +540,7 @@ def test_a_capture_that_finds_no_memory_in_such_a_moment_ends_them_and_rows_are_
     batch = Batch(model, rows=4)
     batch.captures_ahead.prepare(first=True)
 
-    def fail(*args):
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(GraphCache, "_recorded", fail)
+    monkeypatch.setattr(GraphCache, "_recorded", raising(torch.OutOfMemoryError("out of memory")))
     with pytest.raises(DeviceError, match="out of memory"):
         batch.captures_ahead.prepare_more()
     assert not batch.captures_ahead.left and batch.active == [] and not batch.cache.positions.any()

@@ -19,6 +19,7 @@ import torch
 import trimtab
 from tests import pico
 from tests.cuda_on_cpu import run
+from tests.engine.batch.test_batch import to_the_end
 from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - replayed is a fixture
 from tests.engine.decode.test_graphs import through as row_of
 from tests.engine.kernels.test_fused_kernels import on_cpu  # noqa: F401 - a fixture
@@ -245,15 +246,11 @@ def test_a_fork_takes_a_state_of_the_prompt_alone(tmp_path):
             batch = Batch(model, rows=4, decode="fused")
             rows = []
             for number in range(2):
-                prompt = batch.begin(model.prepare(ASKED[0][1]), GenerateRequest(max_new_tokens=6), adapter="a", group="answers")
-                while not prompt.step():
-                    pass
-                rows.append(batch.join(prompt).row)
+                inputs, request = model.prepare(ASKED[0][1]), GenerateRequest(max_new_tokens=6)
+                rows.append(row_of(batch, inputs, request, adapter="a", group="answers"))
                 for _ in range(steps if number == 0 else 0):
                     batch.step()
-            while any(row.finish is None for row in rows):
-                batch.step()
-            answers += [tuple(row.answer_ids) for row in rows]
+            answers += to_the_end(batch, rows)
         assert len(set(answers)) == 1
 
 

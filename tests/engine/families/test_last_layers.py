@@ -27,8 +27,7 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("last")
     base = pico.build("gemma4", folder / "base")
     adapters = {name: pico.adapter(base, folder / name, **given) for name, given in ADAPTERS.items()}
-    plan = trimtab.plan(base, quant="none", dtype="float32", context=96, device=DEVICE, adapters=adapters)
-    with trimtab.load(plan) as found:
+    with trimtab.load(base, quant="none", dtype="float32", context=96, device=DEVICE, adapters=adapters) as found:
         yield found
 
 
@@ -65,8 +64,7 @@ def test_what_they_do_is_what_the_answer_is_made_of(model, monkeypatch):
 
 def test_states_in_8_bits_stay_with_the_modules(tmp_path):
     base = pico.build("gemma4", tmp_path / "base")
-    plan = trimtab.plan(base, quant="none", dtype="float32", context=96, device=DEVICE, kv="int8")
-    with trimtab.load(plan) as model:
+    with trimtab.load(base, quant="none", dtype="float32", context=96, device=DEVICE, kv="int8") as model:
         batch = batch_of(model)
         answered(batch, model.prepare(ids(9)))
         assert batch.prompts.lasts is None and batch.prompts._forward.lasts is None

@@ -95,9 +95,7 @@ def test_rows_say_what_stock_says(family, tier, kind, tmp_path):
                 inputs = model.prepare(ids(9 + 8 * number))
                 if looks and number == len(asked) - 1:
                     inputs = picture(model, family, 3)
-                prompt = batch.begin(inputs, GenerateRequest(max_new_tokens=30), adapter=name)
-                while not prompt.step():
-                    pass
+                prompt = batch.begin(inputs, GenerateRequest(max_new_tokens=30), adapter=name).compute()
                 wanted = theirs.logits(name, inputs, list(inputs.token_ids))
                 assert differ(prompt.logits, wanted) < TOLERANCE, (rows, name)
                 assert name is None or differ(theirs.logits(None, inputs, list(inputs.token_ids)), wanted) > 20 * TOLERANCE

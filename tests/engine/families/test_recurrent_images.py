@@ -77,9 +77,7 @@ def test_mixed_rows_with_images_say_what_stock_says(family, way, request, tmp_pa
         rows = []
         for adapter, parts in PROMPTS.values():
             inputs = prompt_of(model, *parts)
-            prompt = batch.begin(inputs, GenerateRequest(max_new_tokens=40), adapter=adapter)
-            while not prompt.step():
-                pass
+            prompt = batch.begin(inputs, GenerateRequest(max_new_tokens=40), adapter=adapter).compute()
             assert (way == "transformers") != batch.prompts.holds(prompt)
             assert differ(prompt.logits, stock.next_logits(stocks[adapter], inputs.tensors, inputs.token_ids)) < TOLERANCE
             rows.append((batch.join(prompt).row, inputs, adapter))

@@ -10,7 +10,7 @@ import pytest
 
 import trimtab
 from tests import long_runs, pico
-from tests.engine.batch.test_batch import DEVICE, PROMPTS, check_alone, through
+from tests.engine.batch.test_batch import DEVICE, PROMPTS, check_alone, through, to_the_end
 from tests.engine.batch.test_company import (
     alone,
     asks,
@@ -24,6 +24,7 @@ from tests.engine.batch.test_company import (
 )  # fmt: skip
 from tests.engine.decode.test_graphs import replayed  # noqa: F401
 from tests.long_runs import slow_on_cpu
+from tests.raised import raising
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
@@ -38,11 +39,10 @@ CONTEXT = 256
 @pytest.fixture(scope="module")
 def model():
     names = {name: DEMO / "adapters" / name for name in ADAPTERS}
-    plan = trimtab.plan(
+    with trimtab.load(
         DEMO / "base", adapters=names, quant="none", dtype="float32", context=CONTEXT, device=DEVICE, batch=2,
         kv_tokens=CONTEXT + PAGE_TOKENS,
-    )  # fmt: skip
-    with trimtab.load(plan) as one:
+    ) as one:  # fmt: skip
         yield one
 
 
@@ -54,10 +54,9 @@ def is_all_free(batch):
 
 @pytest.mark.parametrize("family", long_runs.FAMILIES)
 def test_rows_in_pages_say_what_they_say_alone(family, tmp_path):
-    plan = trimtab.plan(
+    with trimtab.load(
         pico.build(family, tmp_path), quant="none", dtype="float32", context=128, device=DEVICE, batch=4, kv_tokens=448
-    )
-    with trimtab.load(plan) as model:
+    ) as model:
         batch = check_alone(model, 70)
         assert is_all_free(batch)
         layers = [layer for layer in batch.cache.layers if isinstance(layer, PagedLayer)]
@@ -91,17 +90,12 @@ def test_pages_of_a_row_that_cannot_be_moved_come_back(model, monkeypatch):
     with_pool(model, 3 * CONTEXT)
     batch = batch_of(model, "eager", (), 4)
     first, last = (through(batch, model.prepare(prompt), GenerateRequest()) for prompt in PROMPTS[:2])
-    prompt = batch.begin(model.prepare(PROMPTS[2]), GenerateRequest())
-    while not prompt.step():
-        pass
+    prompt = batch.begin(model.prepare(PROMPTS[2]), GenerateRequest()).compute()
     batch.place(prompt)
     batch.leave(last.row)
 
-    def fail(source, target):
-        raise DeviceError("an illegal address", device="cpu")
-
     with monkeypatch.context() as patched:
-        patched.setattr(batch.cache, "move", fail)
+        patched.setattr(batch.cache, "move", raising(DeviceError("an illegal address", device="cpu")))
         with pytest.raises(DeviceError):
             batch.join(prompt)
     batch.leave(prompt.row)  # as a server drops what failed
@@ -130,12 +124,8 @@ def test_forks_have_pages_of_their_own(model):
     batch = batch_of(model, "eager", (16, 64), 4)
     rows = forks(batch, ask, 3)
     assert len({page for row in rows for page in row.pages}) == 3 * len(rows[0].pages)
-    while any(row.finish is None for row in rows):
-        batch.step()
-    assert [list(row.answer_ids) for row in rows] == [expected] * 3
-    for row in rows:
-        batch.leave(row)
-    del rows, row
+    assert to_the_end(batch, rows) == [tuple(expected)] * 3
+    del rows
     assert is_all_free(batch)
 
 
@@ -155,13 +145,8 @@ def test_a_request_that_finds_no_room_is_refused_by_name_and_finds_it_later(mode
     batch.leave(small)
     batch.leave(first)
     assert batch.pages.has_room(waiting.row)
-    while not waiting.step():
-        pass
-    row = batch.join(waiting).row
-    while row.finish is None:
-        batch.step()
-    assert tuple(row.answer_ids) == model.answer("Hello", max_new_tokens=200).token_ids
-    batch.leave(row)
+    row = batch.join(waiting.compute()).row
+    assert to_the_end(batch, [row]) == [model.answer("Hello", max_new_tokens=200).token_ids]
     del waiting, row
     assert is_all_free(batch)
 

@@ -86,9 +86,7 @@ def test_a_text_does_not_turn_as_an_earlier_one(base, options):
 def test_the_chunks_of_a_long_text_turn_as_all_of_it(base):
     with trimtab.load(replace(planned(base), prefill_tokens=64)) as model:
         is_theirs(base, TEXT[:300], model.answer(TEXT[:300], max_new_tokens=4, logprobs=5))
-        prompt = Batch(model, rows=1).begin(model.prepare(TEXT[:300]), GenerateRequest(max_new_tokens=4))
-        while not prompt.step():
-            pass
+        prompt = Batch(model, rows=1).begin(model.prepare(TEXT[:300]), GenerateRequest(max_new_tokens=4)).compute()
         assert prompt.logits is not None
         assert (prompt.logits.log_softmax(-1) - theirs(base, TEXT[:300], 1)[1][0]).abs().max() < TOLERANCE
 
@@ -130,7 +128,7 @@ def test_keys_and_values_of_all_layers_are_one_piece_of_memory_and_lie_apart(fam
     with lent(family, **options) as model:
         batch = Batch(model, options.get("batch", 1))
         batch.join(through(batch, model.prepare(ids(20))))
-        tensors = [tensor for layer in batch.cache._own() for tensor in (layer.keys, layer.values)]
+        tensors = [tensor for layer in batch.cache.with_memory().values() for tensor in layer.tensors]
         (memory,) = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         places = sorted((tensor.data_ptr() - memory, tensor.nbytes) for tensor in tensors)
         assert all(start % ALLOCATION_BYTES == 0 for start, _ in places)

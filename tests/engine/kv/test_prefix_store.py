@@ -212,8 +212,8 @@ def made(sliding=3, full=2, *, staging=None, pages=None, kv="full"):
             states.view(torch.uint8).random_(generator=generator)
     for row, numbers in enumerate(pages or ()):
         slots.bind(row, numbers)
-    anatomy = SimpleNamespace(capture_unsupported=None)
-    model = SimpleNamespace(hf_model=hf_model, device=slots.device, context_tokens=CONTEXT, anatomy=anatomy)
+    anatomy, plan = SimpleNamespace(capture_unsupported=None), SimpleNamespace(is_whole=True)
+    model = SimpleNamespace(hf_model=hf_model, device=slots.device, context_tokens=CONTEXT, anatomy=anatomy, plan=plan)
     cache = model.prefix_cache = PrefixCache(model, 2**20, block_tokens=LAYOUT_SIZE)
     cache._staging = None if staging is None else torch.empty(staging, dtype=torch.uint8)
     assert cache.learn(slots)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import trimtab
 from tests import pico, stock
 from tests.long_runs import FIRST, crossed
-from tests.raised import raised, refused
+from tests.raised import raised, raising, refused
 from trimtab.engine import model as model_module
 from trimtab.engine.layers import leaves
 from trimtab.engine.loader import load
@@ -223,10 +223,7 @@ def test_a_load_that_fails_after_its_last_block_closes_what_streams(built, monke
     closed, close = [], tiers.Streamer.close
     monkeypatch.setattr(tiers.Streamer, "close", lambda streamer: (closed.append(streamer), close(streamer)))
 
-    def fails(self):
-        raise CheckpointError("no", path="a")
-
-    monkeypatch.setattr(load._Filler, "_check_nothing_left", fails)
+    monkeypatch.setattr(load._Filler, "_check_nothing_left", raising(CheckpointError("no", path="a")))
     with pytest.raises(CheckpointError):
         trimtab.load(plan_of(built("llama"), place={"*": "stream"}))
     assert len(closed) == 1 and not closed[0].slots
@@ -347,9 +344,8 @@ def test_a_router_with_a_value_that_is_no_number_is_refused(family, name, tmp_pa
     tensors = load_file(file)
     tensors[name].view(-1)[0] = torch.nan
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match="a router of experts has values that are NaN or infinite") as caught:
-        trimtab.plan(tmp_path / "m", context=64, device="cpu")
-    assert caught.value.tensor_name == name
+    words = "a router of experts has values that are NaN or infinite"
+    assert raised(CheckpointError, trimtab.plan, tmp_path / "m", context=64, device="cpu", match=words).tensor_name == name
     tensors[name] = tensors[name].float()
     tensors[name].view(-1)[0] = 1e30
     save_file(tensors, file, {"format": "pt"})
@@ -376,8 +372,7 @@ def test_a_model_without_a_weight_outside_of_its_layers_answers(tmp_path):
 def test_a_missing_processor_is_looked_for_once(tmp_path, monkeypatch):
     reads, own = [], model_module.hf_processor.load_processor
     monkeypatch.setattr(model_module.hf_processor, "load_processor", lambda folder: reads.append(folder) or own(folder))
-    plan = trimtab.plan(pico.build("llama", tmp_path), quant="none", context=32, device="cpu")
-    with trimtab.load(plan) as model:
+    with trimtab.load(pico.build("llama", tmp_path), quant="none", context=32, device="cpu") as model:
         for _ in range(3):
             assert len(model.answer_inputs(model.prepare([5, 6, 7]), GenerateRequest(max_new_tokens=2)).token_ids) == 2
     assert len(reads) == 1

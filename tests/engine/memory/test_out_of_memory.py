@@ -10,7 +10,7 @@ import trimtab
 from tests import pico
 from tests.engine.decode.test_graphs import ASKED, BASE_ROWS, answers, demo, fill, joined, of_modules, replayed
 from tests.engine.formats.test_head8 import on_the_head
-from tests.raised import raised
+from tests.raised import raised, raising
 from tests.replays import standing_in
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
@@ -42,13 +42,6 @@ LOST = [
 def model():
     with demo() as loaded:
         yield loaded
-
-
-def raising(exc):
-    def fail(*args, **kwargs):
-        raise exc
-
-    return fail
 
 
 @pytest.mark.parametrize("exc", LOST, ids=lambda exc: type(exc).__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import trimtab
 from tests import pico
 from tests.anatomies import e_series
 from tests.engine.prefill.test_prefill import load, picture
-from tests.lent import lent
+from tests.lent import DEVICE, lent
 from tests.long_runs import crossed
 from tests.planning.values.test_execution import H200, card
 from trimtab.engine.batch.batch import Batch
@@ -33,7 +32,6 @@ from trimtab.planning import make_plan
 from trimtab.planning.values.execution import SMALL_BUDGET_BYTES
 from trimtab.request import LoadRequest
 
-DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 # (heads of keys, group, tokens, places, width): last blocks of one query, keys on both sides of a multiple of 8 and of 32.
 SHAPES = [(2, 4, 64, 256, 64), (1, 8, 33, 97, 512), (4, 4, 16, 304, 128), (2, 2, 65, 65, 256), (1, 3, 5, 9, 8)]
 
@@ -171,8 +169,7 @@ def in_chunks(model, inputs, rows=1):
     batch.prompts = PrefillRunner(batch, "static", (8, 16))
     prompt = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=2))
     assert batch.prompts.takes(prompt)
-    while not prompt.step():
-        pass
+    prompt.compute()
     return prompt.logits.flatten(), batch
 
 

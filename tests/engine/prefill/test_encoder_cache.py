@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import trimtab
 from tests import pico
@@ -46,10 +47,8 @@ def inputs_of(pictures):
 
 
 def tensors_of(output):
-    parts = {name: getattr(output, name, None) for name in encoder_cache.PARTS}
-    tensors = []
-    encoder_cache.flattened(parts, tensors)
-    return tensors
+    parts = tree_leaves([getattr(output, name, None) for name in encoder_cache.PARTS])
+    return [one for one in parts if isinstance(one, torch.Tensor)]
 
 
 @pytest.mark.parametrize("family", crossed(PICTURES))
@@ -117,8 +116,7 @@ def test_adapters_of_the_towers_have_outputs_of_their_own(tmp_path):
     pico.adapter(base, tmp_path / "text", targets="text")
     pico.adapter(base, tmp_path / "all", targets="all")
     names = {name: tmp_path / name for name in ("text", "all")}
-    plan = trimtab.plan(base, adapters=names, quant="none", dtype="float32", context=96, device="cpu", prefix_cache="4MB")
-    with trimtab.load(plan) as model:
+    with trimtab.load(base, adapters=names, quant="none", dtype="float32", context=96, device="cpu", prefix_cache="4MB") as model:
         assert model.tower_content("text") == model.tower_content(None) == "" != model.tower_content("all")
         cache = model.prefix_cache
         batch, plain = in_chunks(model, (8, 16)), in_chunks(model, (8, 16))

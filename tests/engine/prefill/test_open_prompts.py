@@ -24,19 +24,14 @@ LENGTHS = (2, 7, 8, 9, 16, 17, 18, 40)
 
 def company(batch, count=12):
     """Begin another answer in a batch, so that its steps have a row."""
-    prompt = batch.begin(batch.model.prepare(ids(count)[::-1]), REQUEST)
-    while not prompt.step():
-        pass
+    prompt = batch.begin(batch.model.prepare(ids(count)[::-1]), REQUEST).compute()
     assert not prompt.is_open
     return batch.join(prompt).row
 
 
 def opened(batch, inputs, most_tokens=None, **options):
     """Return a prompt that has a place, all but its last token computed."""
-    prompt = batch.begin(inputs, REQUEST, **options)
-    prompt.may_end_in_step = True
-    while not prompt.step(most_tokens):
-        pass
+    prompt = batch.begin(inputs, REQUEST, may_end_in_step=True, **options).compute(most_tokens)
     batch.place(prompt)
     return prompt
 
@@ -81,10 +76,7 @@ def test_answers_of_rows_beside_it_and_its_own_are_those_of_each_alone(family):
         alone = [model.answer_inputs(model.prepare(ids(count)), request).token_ids for count in (21, 30)]
         batch = in_chunks(model, (8, 16), rows=2)
         batch.ends = frozenset()
-        first = batch.begin(model.prepare(ids(21)), request)
-        while not first.step():
-            pass
-        rows, late = [batch.join(first).row], None
+        rows, late = [batch.join(batch.begin(model.prepare(ids(21)), request).compute()).row], None
         for turn in range(40):
             if turn == 3:
                 late = batch.begin(model.prepare(ids(30)), request)
@@ -175,14 +167,10 @@ def test_another_prompt_in_its_place_makes_it_start_again():
         expected = answered(eager(model), model.prepare(ids(30)))
         batch = in_chunks(model, (8, 16), rows=2)
         company(batch)
-        prompt = batch.begin(model.prepare(ids(30)), REQUEST)
-        prompt.may_end_in_step = True
-        while not prompt.step():
-            pass
+        prompt = batch.begin(model.prepare(ids(30)), REQUEST, may_end_in_step=True).compute()
         batch.prompts.evict(batch.cache.prompt_row, None)
         assert prompt.done_tokens == 0 and not prompt.is_open
-        while not prompt.step():
-            pass
+        prompt.compute()
         batch.place(prompt)
         found, _ = both(batch, prompt)
         assert differ(found, expected) < TOLERANCE
@@ -202,8 +190,7 @@ def test_where_the_prompt_goes_through_by_itself(why):
             prompt.row.token_ids[-1] = next(iter(batch.prompts.placeholders))
             assert not ends_in_step(prompt, prompt.batch)
             return
-        while not prompt.step():
-            pass
+        prompt.compute()
         assert not prompt.is_open and prompt.logits is not None
         with pytest.raises(RequestError):
             batch.enter(prompt)

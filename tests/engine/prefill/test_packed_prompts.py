@@ -60,8 +60,7 @@ def together(batch, prompts, most_tokens=None):
         if not through:
             assert tokens == 0
             one = waiting.pop(0)
-            while not one.step():
-                pass
+            one.compute()
             batch.place(one)
             continue
         assert through[0] is waiting[0] and tokens <= (most_tokens or batch.prompts.most_packed)
@@ -221,8 +220,7 @@ def test_a_prompt_that_waits_in_the_row_of_prompts_is_not_disturbed(demo, monkey
     slow.step()
     others = [batch.begin(demo.prepare(ids(count)), REQUEST) for count in (9, 12)]
     assert together(batch, others) == 1 and batch.prompts.holds(slow)
-    while not slow.step():
-        pass
+    slow.compute()
     batch.place(slow)
     for found, count in zip(both(batch, [*others, slow]), (9, 12, 40)):
         assert differ(found, expected[count]) < TOLERANCE

@@ -6,7 +6,6 @@ would. tests/gpu runs the same tests with graphs.
 
 import gc
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,9 +18,10 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 from tests import long_runs, pico
-from tests.lent import lent
+from tests.lent import DEVICE, lent
 from tests.long_runs import skip_without_rings
 from tests.planning.values.test_execution import plan as narrow_plan
+from tests.raised import raising, refused
 from tests.replays import Again, standing_in
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.demo.demo import ADAPTERS
@@ -44,7 +44,6 @@ from trimtab.planning.memory.activations import use_of
 from trimtab.planning.memory.prompts import choose_chunks, prompt_graph_bytes
 from trimtab.request import GenerateRequest, LoadRequest
 
-DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE != "cpu"
 # Attention over padded or kept places adds in another order than over exactly as many: a float32 pass of a tiny model differs by
 # a few rounding steps of its largest score (largest seen over all families: 1.4e-6). A place too many or too few moves it by 1e-2.
@@ -83,10 +82,7 @@ def in_chunks(model, sizes, rows=1):
 
 
 def through(batch, inputs, request=REQUEST, **options):
-    prompt = batch.begin(inputs, request, **options)
-    while not prompt.step():
-        pass
-    return prompt
+    return batch.begin(inputs, request, **options).compute()
 
 
 def scores(batch, inputs, **options):
@@ -355,17 +351,11 @@ def test_prompts_that_wait_for_their_rows_do_not_meet():
             other = through(batch, model.prepare(ids(20)))  # the row for prompts is taken: it goes another way
             assert batch.prompts.holds(slow) and not batch.prompts.holds(other)
             assert differ(other.logits.cpu(), alone[20][0]) < TOLERANCE
-            joined = batch.join(other).row
-            while not slow.step():
-                pass
-            assert differ(slow.logits.cpu(), alone[30][0]) < TOLERANCE
+            row = batch.join(other).row
+            slow.compute()
             if rows == 1:
-                batch.leave(joined)
-            row = batch.join(slow).row
-            row.token_ids[-1] = 7
-            batch.write_last_tokens()
-            batch._ahead = None
-            assert differ(batch.logits()[row.number].cpu(), alone[30][1]) < TOLERANCE
+                batch.leave(row)
+            assert differ(joined(batch, slow)[0], alone[30]) < TOLERANCE
 
 
 def test_a_prompt_that_was_through_and_lost_its_place_goes_through_again():
@@ -375,12 +365,7 @@ def test_a_prompt_that_was_through_and_lost_its_place_goes_through_again():
         second = through(batch, model.prepare(ids(9)))
         batch.leave(batch.join(second).row)
         assert first.done_tokens == 0 and not batch.prompts.holds(first)
-        row = batch.join(first).row
-        row.token_ids[-1] = 7
-        batch.write_last_tokens()
-        batch._ahead = None
-        expected = answered(eager(model), model.prepare(ids(20)))[1]
-        assert differ(batch.logits()[0].cpu(), expected) < TOLERANCE
+        assert differ(joined(batch, first)[0], answered(eager(model), model.prepare(ids(20)))) < TOLERANCE
 
 
 def test_a_prompt_that_nobody_wants_any_more_frees_the_row(tmp_path):
@@ -415,9 +400,8 @@ def test_an_adapter_that_goes_while_its_prompt_is_on_its_way_is_named(demo, come
     demo.unload_adapter("leaving")
     if comes_back:
         demo.load_adapter("leaving", DEMO / "adapters" / "specialist")
-    with pytest.raises(RequestError) as caught:
-        prompt.step()
-    assert (caught.value.field, caught.value.value) == ("adapter", "leaving")
+    error = refused(prompt.step)
+    assert (error.field, error.value) == ("adapter", "leaving")
     if comes_back:
         demo.unload_adapter("leaving")
 
@@ -536,10 +520,7 @@ def test_an_adapter_that_comes_back_under_its_name_is_another(demo, replayed):
 
 @pytest.mark.skipif(ON_GPU, reason="stands for what a GPU does")
 def test_what_cannot_be_captured_runs_as_it_is_and_is_named(demo, replayed, monkeypatch):
-    def refused(*args):
-        raise RuntimeError("no graph today")
-
-    monkeypatch.setattr(GraphCache, "_recorded", refused)
+    monkeypatch.setattr(GraphCache, "_recorded", raising(RuntimeError("no graph today")))
     batch = captured(demo, (16,))
     expected = answered(eager(demo), demo.prepare(ids(40)))
     for _ in range(3):

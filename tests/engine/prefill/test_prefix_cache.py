@@ -1,7 +1,6 @@
 """A prompt whose prefix is cached says what it says alone: every family, adapters, pictures, chunk borders; and nothing that is
 another client's, another adapter's or another picture's is ever reused."""
 
-import os
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,9 +11,10 @@ import torch
 import trimtab
 from tests import pico
 from tests.engine.decode.test_graphs import replayed  # noqa: F401 - a fixture
-from tests.engine.prefill.test_prefill import differ, eager, ids, in_chunks, load, picture, scores, through
-from tests.lent import lent
+from tests.engine.prefill.test_prefill import differ, eager, ids, in_chunks, joined, load, picture, scores, through
+from tests.lent import DEVICE, lent
 from tests.long_runs import crossed
+from tests.raised import raising
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.chat.control_tokens import turns_of
@@ -29,7 +29,6 @@ from trimtab.serve.contract.job import Job
 from trimtab.serve.scheduling.scheduler import Scheduler
 from trimtab.serve.worker.engine import LoadedEngine
 
-DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 # As in test_prefill.py: another order of the same sums. A token that is missing or another one's moves a score by 1e-2.
 TOLERANCE = 1e-4 if DEVICE != "cpu" else 2e-5
 SIZE = 8  # tokens of a block: as many as the families' window
@@ -246,11 +245,10 @@ def adapters(folder, family="llama"):
 @pytest.mark.parametrize("how", BATCHES)
 def test_adapters_are_known_by_their_content(how, tmp_path):
     base = adapters(tmp_path)
-    plan = trimtab.plan(
+    with trimtab.load(
         base, adapters={"one": tmp_path / "one", "two": tmp_path / "two"}, quant="none", dtype="float32", context=96,
         device=DEVICE, prefix_cache="4MB",
-    )  # fmt: skip
-    with trimtab.load(plan) as model:
+    ) as model:  # fmt: skip
         keeping(model)
         assert len({model.adapter_content(name) for name in (None, "one", "two")}) == 3
         model.unload_adapter("one")
@@ -278,8 +276,7 @@ def test_adapters_are_known_by_their_content(how, tmp_path):
 
 def test_an_adapter_that_changes_while_a_prompt_is_on_its_way_is_not_kept(tmp_path, monkeypatch):
     base = adapters(tmp_path)
-    plan = trimtab.plan(base, adapters={"one": tmp_path / "one"}, quant="none", dtype="float32", context=96, device=DEVICE)
-    with trimtab.load(plan) as model:
+    with trimtab.load(base, adapters={"one": tmp_path / "one"}, quant="none", dtype="float32", context=96, device=DEVICE) as model:
         monkeypatch.setattr(type(model), "prefill_tokens", 16)
         cache = keeping(model)
         batch = eager(model)
@@ -287,18 +284,16 @@ def test_an_adapter_that_changes_while_a_prompt_is_on_its_way_is_not_kept(tmp_pa
         prompt.step()
         model.unload_adapter("one")
         model.load_adapter("one", tmp_path / "two")
-        while not prompt.step():
-            pass
+        prompt.compute()
         batch.leave(batch.join(prompt).row)
         assert cache.numbers()["added"] == 0
 
 
 @pytest.mark.parametrize("how", BATCHES)
 def test_an_adapter_that_is_gone_is_refused_by_name(how, tmp_path):
-    plan = trimtab.plan(
+    with trimtab.load(
         adapters(tmp_path), adapters={"one": tmp_path / "one"}, quant="none", dtype="float32", context=96, device=DEVICE
-    )
-    with trimtab.load(plan) as model:
+    ) as model:
         keeping(model)
         batch = BATCHES[how](model)
         prompt = batch.begin(model.prepare(ids(40)), REQUEST, adapter="one")
@@ -313,9 +308,7 @@ def test_a_row_that_others_stepped_on_with_leaves_no_snapshot():
         keeping(model)
         batch, plain = eager(model, rows=2), eager(model)
         first = batch.join(through(batch, model.prepare(ids(27)), REQUEST)).row
-        second = batch.begin(model.prepare(ids(9)), GenerateRequest(max_new_tokens=20))
-        while not second.step():
-            pass
+        second = batch.begin(model.prepare(ids(9)), GenerateRequest(max_new_tokens=20)).compute()
         second = batch.join(second).row
         while second.finish is None:
             batch.step()
@@ -414,12 +407,7 @@ def test_every_chunk_behind_a_cached_picture_has_the_pictures_offset(family):
         while not chunks[-1]:
             chunks.append(prompt.step(8))
         assert len(chunks) > 2 and prompt.row.cached_tokens >= 24 and prompt.offset
-        first = prompt.logits.clone()
-        row = batch.join(prompt).row
-        row.token_ids[-1] = 7
-        batch.write_last_tokens()
-        batch._ahead = None
-        assert differ(torch.stack([first, batch.logits()[row.number]]).cpu(), expected) < TOLERANCE
+        assert differ(joined(batch, prompt)[0], expected) < TOLERANCE
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
@@ -447,7 +435,7 @@ def test_a_failed_copy_switches_the_cache_off_and_the_answer_goes_on(tmp_path, m
         batch = eager(model)
         scores(batch, model.prepare(ids(20)))
         with monkeypatch.context() as patch:
-            patch.setattr(PrefixCache, "_to_pages", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+            patch.setattr(PrefixCache, "_to_pages", raising(MemoryError("no room")))
             expected = clone(model, eager(model), model.prepare(ids(40)))
             assert differ(scores(batch, model.prepare(ids(40)))[0], expected) < TOLERANCE
         assert cache.numbers()["bytes"] == 0
@@ -570,11 +558,10 @@ def test_rows_of_another_context_keep_nothing():
 @pytest.fixture(scope="module")
 def served():
     paths = {name: DEMO / "adapters" / name for name in ("style", "specialist")}
-    plan = trimtab.plan(
+    with trimtab.load(
         DEMO / "base", quant="none", dtype="float32", adapters={"style": paths["style"]}, context=384, audio_s=1.0,
         device=DEVICE, batch=2, prefix_cache="64MB",
-    )  # fmt: skip
-    with trimtab.load(plan) as model:
+    ) as model:  # fmt: skip
         yield model, paths
 
 

@@ -4,6 +4,7 @@ them."""
 
 import pytest
 
+from tests.raised import raising
 from tests.serve.worker.test_serve_engine import LOOK, PATHS, ask, engine, model, run  # noqa: F401 - fixtures
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.engine.prefill.prefix_cache import PrefixCache
@@ -61,12 +62,9 @@ def test_an_adapter_in_use_is_not_unloaded_by_the_server(engine):  # noqa: F811
 
 
 def test_a_cache_that_runs_out_of_memory_is_named_and_everyone_goes_on(chunked, model, expected, monkeypatch):  # noqa: F811
-    def full(*args, **kwargs):
-        raise MemoryError("no room")
-
     model.keep_prefixes(2**22)
     try:
-        monkeypatch.setattr(PrefixCache, "_to_pages", full)
+        monkeypatch.setattr(PrefixCache, "_to_pages", raising(MemoryError("no room")))
         found = run(chunked, ask("a", TEXT, tokens=TOKENS), ask("b", TEXT, tokens=TOKENS))
         assert [found[name][0] for name in "ab"] == [expected] * 2
         assert "switched off: MemoryError: no room" in [one.why for one in model.fallbacks]

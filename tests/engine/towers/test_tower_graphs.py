@@ -3,7 +3,6 @@
 On a CPU nothing is captured: the layers run through the same buffers. tests/gpu runs the same tests with graphs.
 """
 
-import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from tests import pico
 from tests.engine.prefill.test_encoder_cache import asked, tensors_of
 from tests.engine.prefill.test_prefill import WITH_PICTURES, differ, eager, ids, in_chunks, load, picture, through
 from tests.engine.prefill.test_prefix_cache import keeping, seen
-from tests.lent import lent
+from tests.lent import DEVICE, lent
 from tests.long_runs import FIRST, crossed
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.lora.store import covered
@@ -26,7 +25,6 @@ from trimtab.engine.towers.graphs import MOST_CREDIT, MOST_SHAPES, Towers, padde
 from trimtab.engine.towers.pieces import NotKeptError, PausedError, TowerPieces, UnknownFormError, filled, form_of
 from trimtab.errors import RequestError
 
-DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE != "cpu"
 # Families here in whose decoder no token looks ahead, positions count up and later layers add nothing.
 CHUNKED = ("gemma4", "mistral3")
@@ -147,15 +145,24 @@ def test_few_layers_are_captured_at_once_while_rows_are_answered(monkeypatch):
 # Pieces --------------------------------------------------------------------------------------------------------------
 
 
+def lose_outputs(monkeypatch):
+    """Let no output of a layer be there in the next piece."""
+    again = tower_pieces._Output.again
+
+    def lost(output):
+        output.tensors = None
+        return again(output)
+
+    monkeypatch.setattr(tower_pieces._Output, "again", lost)
+
+
 def answering(model, monkeypatch, positions, rows=3, make=None):
     """Return a batch that answers one text, whose towers go through in pieces of so many positions."""
     monkeypatch.setattr(tower_passes, "PIECE_POSITIONS", positions)
     monkeypatch.setattr(tower_passes, "PIECE_S", 3600.0)
     batch = in_chunks(model, (16, 64), rows) if make is None else make()
     request = trimtab.GenerateRequest(max_new_tokens=60)
-    text = batch.begin(model.prepare(ids(9)), request)
-    while not text.step():
-        pass
+    text = batch.begin(model.prepare(ids(9)), request).compute()
     batch.ends = frozenset()
     return batch, batch.join(text).row
 
@@ -176,8 +183,7 @@ def test_a_pass_that_is_cut_between_layers_is_the_pass(family, mode, monkeypatch
                 assert prompt.step() is False and prompt.chunk_tokens == 0 and prompt.done_tokens == 0
                 batch.step()  # others go on in between
                 pieces += 1
-            while not prompt.step():
-                pass
+            prompt.compute()
             assert differ(prompt.logits, expected.logits) < (1e-4 if ON_GPU else 1e-6)
             counts.append(pieces)
             plain.leave(plain.join(expected).row)
@@ -235,8 +241,7 @@ def test_on_a_cpu_a_prompt_is_cut_behind_its_towers_where_no_token_looks_ahead(f
 def test_a_prompt_whose_adapter_goes_behind_its_towers_is_refused(tmp_path, monkeypatch):
     base = pico.build("gemma4", tmp_path / "base")
     folder = pico.adapter(base, tmp_path / "a")
-    plan = trimtab.plan(base, adapters={"a": folder}, quant="none", dtype="float32", context=96, device="cpu")
-    with trimtab.load(plan) as model:
+    with trimtab.load(base, adapters={"a": folder}, quant="none", dtype="float32", context=96, device="cpu") as model:
         batch, _ = answering(model, monkeypatch, 10**6, make=lambda: Batch(model, rows=3))
         inputs = picture(model, "gemma4", 9)
         prompt = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=4), adapter="a")
@@ -253,13 +258,7 @@ def test_transformers_own_pass_goes_through_whole_where_it_cannot_be_cut(tmp_pat
         inputs = picture(model, "gemma3", 9)
         expected = through(eager(model), inputs).logits
         batch, _ = answering(model, monkeypatch, 1, make=lambda: Batch(model, rows=3))
-        again = tower_pieces._Output.again
-
-        def lost(output):
-            output.tensors = None
-            return again(output)
-
-        monkeypatch.setattr(tower_pieces._Output, "again", lost)
+        lose_outputs(monkeypatch)
         assert torch.equal(through(batch, inputs).logits, expected)
         assert [one.what for one in batch.steps.fallbacks] == ["towers in pieces"]
 
@@ -278,13 +277,7 @@ def test_a_pass_that_is_not_cut_any_more_behind_its_towers_is_counted_once(whose
         assert prompt.step() is False and prompt in batch.prompts.tower_passes.paused
         assert (counts["lookups"], counts["hits"], counts["passes"]) == (1, 0, 1)
         if whose == "its own":
-            again = tower_pieces._Output.again
-
-            def lost(output):
-                output.tensors = None
-                return again(output)
-
-            monkeypatch.setattr(tower_pieces._Output, "again", lost)
+            lose_outputs(monkeypatch)
         else:
             batch.prompts.towers.may_cut = False
         assert prompt.step() is True and not batch.prompts.towers.may_cut
@@ -298,8 +291,7 @@ def test_pieces_are_as_large_as_they_may_be_and_whole_where_nobody_waits(monkeyp
         while prompt.needs_towers:
             prompt.step()
             count += 1
-        while not prompt.step():
-            pass
+        prompt.compute()
         batch.leave(batch.join(prompt).row)
         return count
 
@@ -386,13 +378,7 @@ def test_a_family_that_cannot_be_cut_goes_through_whole(tmp_path, monkeypatch):
     with load("gemma3", tmp_path) as model:
         batch, _ = answering(model, monkeypatch, 1)
         plain = in_chunks(model, (16, 64), 3)
-        again = tower_pieces._Output.again
-
-        def lost(output):
-            output.tensors = None
-            return again(output)
-
-        monkeypatch.setattr(tower_pieces._Output, "again", lost)
+        lose_outputs(monkeypatch)
         inputs = picture(model, "gemma3", 9)
         found, expected = through(batch, inputs), through(plain, inputs)
         assert differ(found.logits, expected.logits) < (1e-4 if ON_GPU else 1e-6)

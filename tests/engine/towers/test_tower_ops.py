@@ -4,7 +4,6 @@ near to the formula as PEFT's.
 The kernels are compiled for a CPU and run thread by thread; tests/gpu/test_tower_ops.py runs the same tests on a GPU.
 """
 
-import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ from tests.cuda_on_cpu.modules import prompts as cpu_module
 from tests.engine.prefill.test_encoder_cache import asked, tensors_of
 from tests.engine.prefill.test_prefill import WITH_PICTURES, eager, in_chunks, picture, through
 from tests.engine.towers.test_tower_graphs import MODE, same
+from tests.lent import DEVICE
 from tests.long_runs import FIRST, crossed
 from tests.planning.values.test_execution import E4B
 from trimtab.engine.formats.packed import Matmul, MatmulTable
@@ -34,7 +34,6 @@ from trimtab.engine.passes import media_embeddings as hf_prompt_media
 from trimtab.engine.towers.graphs import TowerOps, Towers, four_bit_towers
 from trimtab.planning.memory.prompts import uncaptured_bytes
 
-DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE != "cpu"
 pytestmark = pytest.mark.skipif(not ON_GPU and run.why_not() is not None, reason=str(run.why_not()))
 # The sum of an adapter's change in another order, and norms of one operation, move a value by a step of bfloat16 (2^-8 of it). Two

@@ -190,10 +190,7 @@ def test_a_failure_while_a_prompt_gets_its_row_leaves_no_row_behind(tmp_path, mo
         batch = in_chunks(model, (8, 16), rows=3)
         company(batch)
         for is_open in (True, False):
-            prompt = batch.begin(model.prepare(ids(20)), REQUEST)
-            prompt.may_end_in_step = is_open
-            while not prompt.step():
-                pass
+            prompt = batch.begin(model.prepare(ids(20)), REQUEST, may_end_in_step=is_open).compute()
             batch.place(prompt)
 
             def fail(prompt):

@@ -132,9 +132,7 @@ class Batch:
     @contextmanager
     def stand_ins(self, token: int) -> Iterator[None]:
         """Fill every row with a computed prompt of one token while the block runs. A row is cleared when a request gets it."""
-        prompt = self.begin(self.model.prepare([token]), GenerateRequest(max_new_tokens=1), client=None)
-        while not prompt.step():
-            pass
+        prompt = self.begin(self.model.prepare([token]), GenerateRequest(max_new_tokens=1), client=None).compute()
         one = prompt.row
         try:
             for number in range(self.rows):

@@ -6,8 +6,8 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import product
@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trimtab.engine.batch.request import AnswerPenalties, Suppressed, check_logits
+from trimtab.engine.chat.call_values import mark_overlap
 from trimtab.engine.chat.control_tokens import ChatModel, HasContext, end_token_ids, tokenizer_of
 from trimtab.engine.chat.prompt import fitted
 from trimtab.engine.kv import kv_cache as hf_slots
@@ -165,14 +166,9 @@ class Detokenizer:
             self.stop_text = min((self._held.find(stop), stop) for stop in self._stop if stop in self._held)[1]
             sure, self._held, self.stopped = self._held[: min(starts)], "", True
             return sure
-        keep = max((self._overlap(stop) for stop in self._stop), default=0)
+        keep = max((mark_overlap(self._held, stop) for stop in self._stop), default=0)
         sure, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return sure
-
-    def _overlap(self, stop: str) -> int:
-        """Return how many characters at the end of the held text may be the beginning of a stop text."""
-        longest = min(len(stop) - 1, len(self._held))
-        return next((size for size in range(longest, 0, -1) if self._held.endswith(stop[:size])), 0)
 
     def finish(self) -> str:
         """Return the waiting text."""
@@ -442,11 +438,6 @@ def detokenizer_of(model: ChatModel, stop: Sequence[str]) -> Detokenizer | None:
     return Detokenizer(tokenizer_of(processor), stop)
 
 
-def generate(model: AnsweringModel, inputs: Inputs, request: GenerateRequest) -> Iterator[Piece]:
-    """Yield the answer in pieces. Errors: RequestError if prompt and answer exceed the context, before any work."""
-    return iter(Generation(model, inputs, request))
-
-
 class Timed:
     """One answer in pieces, with its timings: iterate over it, then read `answer`.
 
@@ -476,6 +467,12 @@ class Timed:
             generation.finish_reason, self._end, cached_tokens=generation.cached_tokens,
             max_new_tokens=generation.request.answer_tokens,
         )  # fmt: skip
+
+
+def texts(answer: Iterable[Piece], within: AbstractContextManager[None]) -> Iterator[str]:
+    """Yield the texts of an answer's pieces. within: entered while they are made. Closing the iterator ends the answer."""
+    with within, closing(iter(answer)) as pieces:  # type: ignore[type-var]
+        yield from filter(None, (piece.text for piece in pieces))
 
 
 def generate_text(model: AnsweringModel, inputs: Inputs, request: GenerateRequest) -> Answer:

@@ -377,3 +377,9 @@ class Prompt(PrefillState):
         is_through = self.batch.prefill(self, most_tokens)
         self.batch.prefixes.piece_done(self)
         return is_through
+
+    def compute(self, most_tokens: int | None = None) -> Prompt:
+        """Compute all chunks that are left, as `step` does each. Returns the prompt."""
+        while not self.step(most_tokens):
+            pass
+        return self

@@ -221,8 +221,7 @@ def _through(batch: Batch, ready: Sequence[_Begun]) -> list[_Begun]:
         together = []
     if together:
         return [by_prompt[id(prompt)] for prompt in together]
-    while not ready[0].prompt.step():
-        pass
+    ready[0].prompt.compute()
     return [ready[0]]
 
 

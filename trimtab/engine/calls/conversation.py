@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trimtab.checkpoint.names import check_options, near_names
-from trimtab.engine.batch.generate import Answer, AnswerText, Detokenizer, Timed, hidden_ids
+from trimtab.engine.batch.generate import Answer, AnswerText, Detokenizer, Timed, hidden_ids, texts
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.answer_forms import THOUGHT_MARKS
 from trimtab.engine.chat.answer_reader import AnswerReader
@@ -261,10 +260,7 @@ class Conversation:
         self, timed: Timed, turns: list[Turn], adapter: Chosen, left_out: int, *, keep: Callable[[Answer], str] | None
     ) -> Iterator[str]:  # fmt: skip
         try:
-            with self._model.answering(adapter), closing(iter(timed)) as pieces:  # type: ignore[type-var]
-                for piece in pieces:
-                    if piece.text:
-                        yield piece.text
+            yield from texts(timed, self._model.answering(adapter))
         finally:
             answer = self.last = timed.answer
             if keep is not None and (said := keep(answer)).strip():

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SHORT_S = 0.5
 # Families whose processor gives rows of patches and a grid of them for each image.
 IN_GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+FILES_HINT = "Copy the processor files of the model into the folder (processor_config.json, preprocessor_config.json)"
 SHAPE_HINT = "Crop it, or send one that is less narrow"
 
 
@@ -48,10 +49,7 @@ def check_taken(encoded: Mapping[str, object], folder: Path) -> None:
     A folder that has a tokenizer and no processor files gives a processor that takes media and drops them.
     """
     if not any(isinstance(value, Tensor) and value.is_floating_point() for value in encoded.values()):
-        raise CheckpointError(
-            "its processor ignores images and audio", path=folder,
-            hint="Copy the processor files of the model into the folder (processor_config.json, preprocessor_config.json)",
-        )  # fmt: skip
+        raise CheckpointError("its processor ignores images and audio", path=folder, hint=FILES_HINT)
 
 
 def check_tower(hf_model: HFModel, encoded: Mapping[str, object], folder: Path) -> None:
@@ -77,10 +75,7 @@ def check_tower(hf_model: HFModel, encoded: Mapping[str, object], folder: Path) 
         count = sum(int((ids == token).sum()) for token in media_ids(hf_model)[0])
         found, wanted = f"{count} tokens", f"{soft} tokens"
     if found != wanted:
-        raise CheckpointError(
-            f"its processor makes images of {found}, the model reads {wanted}", path=folder,
-            hint="Copy the processor files of the model into the folder (processor_config.json, preprocessor_config.json)",
-        )  # fmt: skip
+        raise CheckpointError(f"its processor makes images of {found}, the model reads {wanted}", path=folder, hint=FILES_HINT)
 
 
 class Vision(Protocol):  # the configuration of Pixtral's tower

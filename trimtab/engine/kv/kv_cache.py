@@ -26,23 +26,32 @@ class UnsupportedLayersError(Exception):
     """The family keeps a state that is not keys and values by position; the message names it."""
 
 
-class LayerCache(CacheLayerMixin):  # type: ignore[misc]
+class FixedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer with a fixed number of places."""
+
+    is_compileable = True
+    places: int
+
+    def get_seq_length(self, *args: object) -> int:
+        return 0
+
+    def get_max_cache_shape(self) -> int:
+        return self.places
+
+    def get_max_length(self) -> int:  # its name from transformers 5.23 on
+        return self.places
+
+
+class LayerCache(FixedLayer):
     """One layer's keys and values: [rows, H, places, D], one of them for a prompt in progress if the cache has one.
 
     shared: the cache that knows the rows' positions, and how states are stored.
     """
 
-    is_compileable = True
-
     def __init__(self, shared: BatchedKVCache, places: int, is_ring: bool) -> None:
         super().__init__()
         self.shared, self.places, self.is_ring = shared, places, is_ring
         self.is_sliding = is_ring
-
-    @property
-    def heads(self) -> int:
-        """How many heads of keys there are."""
-        return int(self.keys.shape[-3])
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         rows = self.shared.held_rows
@@ -71,7 +80,7 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(keys, values)
         kept = min(keys.shape[-2], self.places)
         first = length - kept
-        for target, source in ((self.keys, keys), (self.values, values)):
+        for target, source in zip(self.tensors, (keys, values), strict=True):
             # An unwritten place is masked, but zero times NaN is NaN.
             target[row].zero_()
             if self.is_ring:
@@ -82,24 +91,20 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
 
     def move(self, source: int, target: int) -> None:
         """Copy one row over another."""
-        self.keys[target].copy_(self.keys[source])
-        self.values[target].copy_(self.values[source])
+        for tensor in self.tensors:
+            tensor[target].copy_(tensor[source])
 
-    def row_states(self, name: str, row: int) -> Tensor:
-        """Return one row's "keys" or "values": [H, places, D]; those of all rows where they share a pool."""
-        return getattr(self, name)[row]
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Keys and values of all rows."""
+        return [self.keys, self.values]
+
+    def row_states(self, row: int) -> dict[str, Tensor]:
+        """Return one row's "keys" and "values": [H, places, D]; those of all rows where they share a pool."""
+        return {"keys": self.keys[row], "values": self.values[row]}
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return min(self.places, self.shared.seen_places), 0
-
-    def get_seq_length(self, *args: object) -> int:
-        return 0
-
-    def get_max_cache_shape(self) -> int:
-        return self.places
-
-    def get_max_length(self) -> int:
-        return self.places
 
 
 class PagedLayer(LayerCache):
@@ -130,7 +135,7 @@ class PagedLayer(LayerCache):
         self.keys[:, places] = hold(key_states[:, :, 0]).transpose(0, 1)
         self.values[:, places] = hold(value_states[:, :, 0]).transpose(0, 1)
         length = min(self.places, self.shared.seen_places)
-        keys, values = (table.of(held, table.table[step], length) for held in (self.keys, self.values))
+        keys, values = (table.of(held, table.table[step], length) for held in self.tensors)
         return self.shared.read(keys, dtype), self.shared.read(values, dtype)
 
     def fill(self, row: int, keys: Tensor, values: Tensor, length: int) -> None:
@@ -140,20 +145,20 @@ class PagedLayer(LayerCache):
         first = length - keys.shape[-2]
         table = self.pool.table
         at = table.written(torch.arange(first, length, device=self.keys.device)[None], table.table[row : row + 1])[0]
-        for target, source in ((self.keys, keys), (self.values, values)):
+        for target, source in zip(self.tensors, (keys, values), strict=True):
             target.index_copy_(1, at, source[0])
 
-    def row_states(self, name: str, row: int) -> Tensor:
-        return getattr(self, name)
+    def row_states(self, row: int) -> dict[str, Tensor]:
+        return {"keys": self.keys, "values": self.values}
 
     def clear(self, pages: Tensor) -> None:
         """Set pages to zero: the places that a row has not written yet are masked, which zeros are needed for."""
-        for target in (self.keys, self.values):
+        for target in self.tensors:
             target.view(target.shape[0], -1, PAGE_TOKENS * target.shape[-1]).index_fill_(1, pages, 0.0)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy pages."""
-        for tensor in (self.keys, self.values):
+        for tensor in self.tensors:
             pages = tensor.view(tensor.shape[0], -1, PAGE_TOKENS * tensor.shape[-1])
             pages.index_copy_(1, targets, pages.index_select(1, sources))
 
@@ -358,33 +363,30 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
     @property
     def has_states(self) -> bool:
         """Whether memory for keys and values is allocated, which the first pass does."""
-        return bool(self._own())
+        return any(isinstance(layer, LayerCache) for layer in self.with_memory().values())
 
-    def _own(self) -> list[LayerCache]:
-        return [layer for layer in self.layers if isinstance(layer, LayerCache) and layer.is_initialized]
-
-    def _recurrent(self) -> list[RecurrentLayer]:
-        return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+    def with_memory(self) -> dict[int, LayerCache | RecurrentLayer]:
+        """Return the layers that have memory, by number."""
+        kinds = (LayerCache, RecurrentLayer)
+        return {number: one for number, one in enumerate(self.layers) if isinstance(one, kinds) and one.is_initialized}
 
     @property
     def has_recurrent(self) -> bool:
         """Whether layers keep a state of exactly the tokens that a row has read."""
-        return bool(self._recurrent())
+        return any(isinstance(layer, RecurrentLayer) for layer in self.layers)
 
     def _tensors_of(self, row: int) -> list[Tensor]:
         """Return a row's keys and values in layers that are no pool. Its views are made once: layers stay where they are."""
         tensors = self._row_tensors.get(row)
         if tensors is None:
-            whole = (layer for layer in self._own() if not isinstance(layer, PagedLayer))
-            tensors = [tensor[row] for layer in whole for tensor in (layer.keys, layer.values)]
-            tensors += [tensor[row] for layer in self._recurrent() for tensor in layer.tensors]
-            own = [layer for layer in self.layers if isinstance(layer, (LayerCache, RecurrentLayer))]
-            if own and all(layer.is_initialized for layer in own):
+            held = self.with_memory().values()
+            tensors = [tensor[row] for layer in held if not isinstance(layer, PagedLayer) for tensor in layer.tensors]
+            if held and len(held) == sum(isinstance(layer, (LayerCache, RecurrentLayer)) for layer in self.layers):
                 self._row_tensors[row] = tensors
         return tensors
 
     def _paged(self) -> list[PagedLayer]:
-        return [layer for layer in self._own() if isinstance(layer, PagedLayer)]
+        return [layer for layer in self.with_memory().values() if isinstance(layer, PagedLayer)]
 
     def window_mask(self, count: int, window: int) -> Tensor:
         """Return the last `window` positions of each row, for sliding layers that keep a place for every position."""
@@ -398,8 +400,7 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
 
     def move(self, source: int, target: int) -> None:
         """Move another row's keys and values to a row."""
-        own: list[LayerCache | RecurrentLayer] = [*self._own(), *self._recurrent()]
-        for layer in own:
+        for layer in self.with_memory().values():
             layer.move(source, target)
         if self.pool is not None:
             self.pool.move(source, target)
@@ -408,8 +409,7 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a row over another, which has separate pages."""
-        own: list[LayerCache | RecurrentLayer] = [*self._own(), *self._recurrent()]
-        for layer in own:
+        for layer in self.with_memory().values():
             layer.move(source, target)
         if self.pool is not None:
             pages, (sources, targets) = (self.pool.of_row(target), (self.pool.of_row(row, length) for row in (source, target)))
@@ -422,17 +422,13 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
     def rings(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Return (a sliding or recurrent layer's states in a row, a copy in host memory): a second pass of a chunk would find its
         own there."""
-        rings = [layer for layer in self._own() if layer.is_ring]
-        tensors = [tensor for layer in rings for tensor in (layer.keys, layer.values)]
-        tensors += [tensor for layer in self._recurrent() for tensor in layer.tensors]
-        states = [tensor[row] for tensor in tensors for row in rows]
+        rings = [layer for layer in self.with_memory().values() if isinstance(layer, RecurrentLayer) or layer.is_ring]
+        states = [tensor[row] for layer in rings for tensor in layer.tensors for row in rows]
         return [(state, state.to("cpu", copy=True)) for state in states]
 
     def nbytes(self) -> int:
         """Return the bytes that the keys and values hold."""
-        tensors = [tensor for layer in self._own() for tensor in (layer.keys, layer.values)]
-        tensors += [tensor for layer in self._recurrent() for tensor in layer.tensors]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for layer in self.with_memory().values() for tensor in layer.tensors)
 
 
 def prompt_cache(hf_model: HFModel, kv: str = "full") -> DynamicCache:

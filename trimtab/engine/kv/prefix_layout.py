@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache
+from trimtab.engine.kv.kv_cache import BatchedKVCache
 from trimtab.engine.kv.recurrent import RecurrentLayer, is_recurrent, states_of
 from trimtab.planning.memory.prefix_cache import ALIGNED, LEAST_PAGE_BYTES
 from trimtab.planning.values.byte_sizes import PAGE_TOKENS
@@ -58,20 +58,13 @@ class Layout:
         fields: dict[bool, list[PageField]] = {False: [], True: []}
         ends = {False: 0, True: 0}
 
-        def add(number: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, is_ring: bool) -> None:
-            high, places, wide = shape
-            one = PageField(number, name, (high, places, wide), dtype, ends[is_ring])
-            fields[is_ring].append(one)
-            ends[is_ring] += -(-one.nbytes // ALIGNED) * ALIGNED
-
-        for number, layer in enumerate(cache.layers):
-            if isinstance(layer, RecurrentLayer) and layer.is_initialized:
-                for name, state in layer.row_states(0).items():
-                    add(number, name, tuple(state.shape), state.dtype, is_ring=True)
-            elif isinstance(layer, LayerCache) and layer.is_initialized:
-                for name, tensor in (("keys", layer.keys), ("values", layer.values)):
-                    places = layer.places if layer.is_ring else block_tokens
-                    add(number, name, (layer.heads, places, int(tensor.shape[-1])), tensor.dtype, is_ring=layer.is_ring)
+        for number, layer in cache.with_memory().items():
+            is_ring = isinstance(layer, RecurrentLayer) or layer.is_ring
+            for name, state in layer.row_states(0).items():
+                high, places, wide = state.shape
+                one = PageField(number, name, (high, places if is_ring else block_tokens, wide), state.dtype, ends[is_ring])
+                fields[is_ring].append(one)
+                ends[is_ring] += -(-one.nbytes // ALIGNED) * ALIGNED
         return cls(tuple(fields[False]), tuple(fields[True]), block_tokens)
 
     def empty(self, layer: int, name: str, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -339,7 +339,7 @@ class _Filler:
             elif row.kind == "experts" and tier != "resident":
                 self._fill_experts(row, module, tier, writer)
             else:
-                self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors})
+                self._fill_fixed(row, module)
         if writer is not None and writer.nbytes:
             if tier == "disk" and self.spill is None:
                 self.spill = Spill(spill_folder(self.plan.request.offload_dir))
@@ -348,12 +348,10 @@ class _Filler:
     def _fill_linear(self, row: ModuleRow, module: nn.Linear, tier: str, writer: tiers.GroupWriter | None) -> None:
         weight = row.weight
         assert weight is not None, row.module_path
-        others = {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path}
         tied = weight.tied_to is not None
         packed = keep(self.owners[weight.tied_to].data) if weight.tied_to else self._packed(row, weight)
-        self._fill_fixed(row, module, others)
-        bias = None if module.bias is None else module.bias.data
-        common: leaves.LeafOptions = {"bias": bias, "device": self.device, "dtype": self.dtype, "store": self.adapter_store}
+        self._fill_fixed(row, module, [weight])
+        common = self._options(module)
         leaf: leaves.Leaf
         if tier == "resident" or tied:
             packed = self.arena.hold(packed) if row.quantized else packed
@@ -368,6 +366,10 @@ class _Filler:
             self._stage_linear(row, self._staged(packed, writer.add(packed.parts), writer), common)
             return
         self.probe.model.set_submodule(row.module_path, leaf.eval())
+
+    def _options(self, module: nn.Module) -> leaves.LeafOptions:
+        bias = module.bias.data if isinstance(module.bias, Tensor) else None
+        return {"bias": bias, "device": self.device, "dtype": self.dtype, "store": self.adapter_store}
 
     def _fill_head8(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
         """Make the 8-bit copy of the head in its tier, slice by slice, never complete next to its source."""
@@ -387,11 +389,8 @@ class _Filler:
         is_finite = head8.fill(map(self.reader.take, self._head_pieces(weight)), parts)
         if not is_finite:
             raise CheckpointError("holds values that are not finite", path=self.plan.request.model, tensor_name=weight.tensor_path)
-        self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path})
-        bias = module.bias if isinstance(module.bias, Tensor) else None
-        common: leaves.LeafOptions = {
-            "bias": None if bias is None else bias.data, "device": self.device, "dtype": self.dtype, "store": self.adapter_store,
-        }  # fmt: skip
+        self._fill_fixed(row, module, [weight])
+        common = self._options(module)
         packed = Packed(HEAD8, shape, self.dtype, parts, {}, kernel=head8.Kernel())
         if places is not None:
             assert writer is not None
@@ -450,7 +449,7 @@ class _Filler:
         large = [tensor for tensor in row.tensors if self._moves(row, tensor)]
         dense = {tensor.tensor_path.rpartition(".")[2]: self._dense(tensor) for tensor in large}
         stacks = {name: tensor for name, tensor in dense.items() if tensor is not None}
-        self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {t.tensor_path for t in large})
+        self._fill_fixed(row, module, large)
         if tier == "host":
             for name, tensor in stacks.items():
                 module._parameters[name] = nn.Parameter(tensor.cpu(), requires_grad=False)
@@ -473,7 +472,7 @@ class _Filler:
             pack = partial(pieces.pack, kind=row.made, entries=self.entries, take=self.reader.take, codes=self.codes, room=room)
         stage = None if writer is None else lambda packed: self._staged(packed, writer.places, writer)
         put = pieces.hold(row, module, pack, self.codes, self.adapter_store, stage, near)
-        self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors if not self._moves(row, tensor)})
+        self._fill_fixed(row, module, [tensor for tensor in row.tensors if self._moves(row, tensor)])
         if put is not None:
             self.waiting.append(put)
         elif tier == "host" and near is None:
@@ -483,13 +482,13 @@ class _Filler:
         weight = row.weight
         plain = type(module) is nn.Embedding or hasattr(module, "embed_scale")
         if weight is None or not plain or getattr(module, "max_norm", None) is not None:
-            self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors})
+            self._fill_fixed(row, module)
             return
         is_resident = self.tier[row.block] != "gather"
         resident = self.arena.hold(self._packed(row, weight)) if is_resident and row.stored else None
         parameter = self._parameter(weight) if is_resident and resident is None else None
         source = None if is_resident else self._rows(row, weight)
-        self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path})
+        self._fill_fixed(row, module, [weight])
         scale = getattr(module, "embed_scale", None)
         if isinstance(scale, float):
             scale = torch.tensor(scale)
@@ -543,10 +542,10 @@ class _Filler:
             self.owners[owner] = nn.Parameter(dense, requires_grad=False)
         return self.owners[owner]
 
-    def _fill_fixed(self, row: ModuleRow, module: nn.Module, paths: set[str]) -> None:
-        """Load the named tensors, and every buffer computed at load, to the execution device."""
+    def _fill_fixed(self, row: ModuleRow, module: nn.Module, but: Sequence[TensorRow] = ()) -> None:
+        """Load a module's tensors but some, and every buffer computed at load, to the execution device."""
         for tensor in self._in_order(row):
-            if tensor.tensor_path not in paths:
+            if tensor in but:
                 continue
             name = tensor.tensor_path[len(row.module_path) + 1 :] if row.module_path else tensor.tensor_path
             if tensor.is_buffer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -176,14 +177,13 @@ def _without_video(folder: Path, first: Exception) -> Processor:
         config, _ = transformers.ProcessorMixin.get_processor_dict(folder, local_files_only=True)
         kind = getattr(transformers, config.pop("processor_class"))
         parts: dict[str, object] = {"tokenizer": hf.load_tokenizer(folder)}
-        takes = _parts_of(kind)
+        known = set(inspect.signature(kind.__init__).parameters)
         options = {"trust_remote_code": False, "local_files_only": True}
-        if "image_processor" in takes:
+        if "image_processor" in known:
             parts["image_processor"] = _image_processor(folder, config).from_pretrained(folder, **options)
-        if "feature_extractor" in takes:
+        if "feature_extractor" in known:
             parts["feature_extractor"] = transformers.AutoFeatureExtractor.from_pretrained(folder, **options)
         parts["video_processor"] = _no_video()
-        known = _arguments_of(kind)
         rest = {key: value for key, value in config.items() if key in known and key not in parts}
         rest.setdefault("chat_template", getattr(parts["tokenizer"], "chat_template", None))
         return _accepting_no_video(kind)(**parts, **rest)
@@ -217,16 +217,6 @@ def _accepting_no_video(processor: type[ProcessorMixin]) -> type[ProcessorMixin]
         return processor.check_argument_for_proper_class(self, argument_name, argument)
 
     return type(processor.__name__, (processor,), {"check_argument_for_proper_class": check})
-
-
-def _arguments_of(kind: type[ProcessorMixin]) -> set[str]:
-    import inspect
-
-    return set(inspect.signature(kind.__init__).parameters)
-
-
-def _parts_of(kind: type[ProcessorMixin]) -> set[str]:
-    return {name for name in _arguments_of(kind) if name in ("image_processor", "feature_extractor", "video_processor")}
 
 
 def _no_video() -> object:

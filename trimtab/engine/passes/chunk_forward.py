@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from trimtab.engine.kv import kv_cache as hf_slots
 from trimtab.engine.kv import sequence
-from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache, PagedLayer
+from trimtab.engine.kv.kv_cache import BatchedKVCache, FixedLayer, LayerCache, PagedLayer
 from trimtab.engine.kv.recurrent import MODEL_TYPES, RecurrentLayer
 from trimtab.engine.lora.store import covered
 from trimtab.engine.passes import attention as hf_attention
@@ -152,15 +152,13 @@ def _is_shared(layer: object) -> bool:
 # The cache -----------------------------------------------------------------------------------------------------------
 
 
-class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
+class ChunkLayer(FixedLayer):
     """One layer's keys and values of the rows of a pass, as it writes and reads them."""
-
-    is_compileable = True
 
     def __init__(self, target: LayerCache, owner: ChunkForward) -> None:
         super().__init__()
         self.target, self.owner = target, owner
-        self.is_sliding = target.is_ring
+        self.is_sliding, self.places = target.is_ring, target.places
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.target.lazy_initialization(key_states, value_states)
@@ -209,15 +207,6 @@ class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.form.places or self.owner.form.size, 0
-
-    def get_seq_length(self, *args: object) -> int:
-        return 0
-
-    def get_max_cache_shape(self) -> int:
-        return self.target.places
-
-    def get_max_length(self) -> int:
-        return self.target.places
 
 
 class ChunkState:

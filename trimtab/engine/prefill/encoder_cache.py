@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from trimtab.engine.kv import sequence
 from trimtab.engine.kv.prefix_store import scope_of
@@ -96,11 +97,11 @@ class _Tower:
     ) -> list[tuple[tuple[object, ...], dict[str, object]]] | None:
         """Return the arguments of each image separately, None if they cannot be separated."""
         count = len(self.digests)
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if not tensors or count == 1:
             return None if not tensors else [(args, kwargs)]
         if all(tensor.shape[0] == count for tensor in tensors):
-            return [_each_of(args, kwargs, partial(_row, number=n)) for n in range(count)]
+            return [tree_map_only(Tensor, partial(_row, number=n), (args, kwargs)) for n in range(count)]
         # Patches of all images in one row, and how many along each axis.
         grids = [tensor for tensor in tensors if tensor.shape == (count, 3)]
         if len(grids) != 1:
@@ -113,7 +114,7 @@ class _Tower:
         def part(tensor: Tensor, number: int) -> Tensor:
             return _row(tensor, number) if tensor is grids[0] else tensor[ends[number] : ends[number + 1]]
 
-        return [_each_of(args, kwargs, partial(part, number=n)) for n in range(count)]
+        return [tree_map_only(Tensor, partial(part, number=n), (args, kwargs)) for n in range(count)]
 
     def _each(self, split: Sequence[tuple[tuple[object, ...], dict[str, object]]]) -> object:
         keys = [
@@ -126,9 +127,9 @@ class _Tower:
             outputs = dict.fromkeys(outputs)  # fields kept of images alone are no part of an output of several
         missing = [key for key, kept in outputs.items() if kept is None]
         if missing:
-            chosen = [split[keys.index(key)] for key in missing]
+            args, kwargs = tree_map(_joined, *(split[keys.index(key)] for key in missing))
             self.counts["passes"] += 1
-            output = self.compute(*_joined([one[0] for one in chosen]), **_joined_named([one[1] for one in chosen]))
+            output = self.compute(*args, **kwargs)
             parts = _parts_of(output, len(missing))
             if parts is None:  # nothing of this form was ever kept but of images alone: all of them were missing
                 whole = {name: getattr(output, name, None) for name in PARTS}
@@ -154,22 +155,8 @@ def _row(tensor: Tensor, number: int) -> Tensor:
     return tensor[number : number + 1]
 
 
-def _each_of(
-    args: Sequence[object], kwargs: dict[str, object], part: Callable[[Tensor], Tensor]
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    def one(value: object) -> object:
-        return part(value) if isinstance(value, Tensor) else value
-
-    return tuple(one(value) for value in args), {name: one(value) for name, value in kwargs.items()}
-
-
-def _joined(several: Sequence[Sequence[Any]]) -> tuple[object, ...]:
-    return tuple(torch.cat(values) if isinstance(values[0], Tensor) else values[0] for values in zip(*several, strict=True))
-
-
-def _joined_named(several: Sequence[dict[str, object]]) -> dict[str, object]:
-    names = list(several[0])
-    return dict(zip(names, _joined([[one[name] for name in names] for one in several]), strict=True))
+def _joined(*values: Any) -> object:
+    return torch.cat(values) if isinstance(values[0], Tensor) else values[0]
 
 
 def _parts_of(output: object, count: int) -> list[dict[str, Any]] | None:
@@ -196,31 +183,3 @@ def _assembled(parts: Sequence[dict[str, Any]]) -> object:
     if parts[0]["deepstack_features"] is not None:
         deep = [tuple(layers) for layers in zip(*(part["deepstack_features"] for part in parts), strict=True)]
     return SimpleNamespace(pooler_output=torch.stack(pooled) if parts[0]["is_stacked"] else tuple(pooled), deepstack_features=deep)
-
-
-# Values as bytes -----------------------------------------------------------------------------------------------------
-
-
-def flattened(value: object, tensors: list[Tensor]) -> tuple[object, str]:
-    """Return a value with numbers in the place of its tensors, which are put into `tensors`."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return len(tensors) - 1, "tensor"
-    if isinstance(value, dict):
-        return {name: flattened(one, tensors) for name, one in value.items()}, "dict"
-    if isinstance(value, (tuple, list)):
-        return [flattened(one, tensors) for one in value], type(value).__name__
-    return value, "plain"
-
-
-def restored(form: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the value that `flattened` took apart."""
-    value, kind = form
-    if kind == "tensor":
-        return tensors[value]
-    if kind == "dict":
-        return {name: restored(one, tensors) for name, one in value.items()}
-    if kind in ("tuple", "list"):
-        values = [restored(one, tensors) for one in value]
-        return tuple(values) if kind == "tuple" else values
-    return value

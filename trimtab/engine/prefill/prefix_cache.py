@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trimtab.engine.decode import batch_invariant as company
 from trimtab.engine.kv import int8 as hf_kv_int8
@@ -39,6 +40,14 @@ LEAST_SAVED_TOKENS = 64
 # An opening that saves fewer is not worth a cut, which costs one pass more: with E4B on an H100 64 tokens take 9.5 ms, as long as
 # about 600 tokens more of a long prompt. No second prompt has shown yet that the opening is shared.
 LEAST_CUT_TOKENS = 256
+
+
+class _Kept(NamedTuple):
+    """A tensor of a blob. start: its first byte there."""
+
+    start: int
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class PrefixCache:
@@ -163,12 +172,12 @@ class PrefixCache:
         """Keep a value of tensors, dictionaries and lists, if there is room."""
         if self.store is None or self.layout is None:
             return
-        tensors: list[Tensor] = []
-        form = encoder_cache.flattened(value, tensors)
-        flats = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+        leaves, form = tree_flatten(value)
+        flats = [one.detach().contiguous().reshape(-1).view(torch.uint8) for one in leaves if isinstance(one, Tensor)]
         starts = [sum(-(-flat.numel() // ALIGNED) * ALIGNED for flat in flats[:n]) for n in range(len(flats) + 1)]
-        note = form, [(start, tuple(one.shape), one.dtype) for start, one in zip(starts, tensors, strict=False)]
-        pages = self.store.add_blob(key, max(-(-starts[-1] // self.layout.page_bytes), 1), note)
+        at = iter(starts)
+        kept = [_Kept(next(at), one.shape, one.dtype) if isinstance(one, Tensor) else one for one in leaves]
+        pages = self.store.add_blob(key, max(-(-starts[-1] // self.layout.page_bytes), 1), (form, kept))
         if pages is None:
             return
         try:
@@ -179,16 +188,16 @@ class PrefixCache:
 
     def get_blob(self, key: bytes) -> Any:
         """Return a value that was kept, on the model's device; None if it was not."""
-        kept = None if self.store is None else self.store.find_blob(key)
-        if kept is None:
+        found = None if self.store is None else self.store.find_blob(key)
+        if found is None:
             return None
-        pages, (form, places) = kept
-        tensors = []
-        for start, shape, dtype in places:
-            tensor = torch.empty(shape, dtype=dtype, device=self.device)
-            self._from_pages(pages, start, tensor.reshape(-1).view(torch.uint8))
-            tensors.append(tensor)
-        return encoder_cache.restored(form, tensors)
+        pages, (form, leaves) = found
+        return tree_unflatten([self._read(pages, one) if isinstance(one, _Kept) else one for one in leaves], form)
+
+    def _read(self, pages: Sequence[int], kept: _Kept) -> Tensor:
+        tensor = torch.empty(kept.shape, dtype=kept.dtype, device=self.device)
+        self._from_pages(pages, kept.start, tensor.reshape(-1).view(torch.uint8))
+        return tensor
 
     def _groups(self, blocks: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
         """Yield consecutive blocks, as many at a time as the buffer holds."""
@@ -523,14 +532,9 @@ class Prefixes:
         views = self._row_views.get(row)
         if views is None:
             states = {
-                (number, name): layer.row_states(name, row)
-                for number, layer in enumerate(slots.layers)
-                if isinstance(layer, LayerCache) and layer.is_initialized
-                for name in ("keys", "values")
-            }
-            for number, layer in enumerate(slots.layers):
-                if isinstance(layer, RecurrentLayer) and layer.is_initialized:
-                    states |= {(number, name): state for name, state in layer.row_states(row).items()}
+                (number, name): state
+                for number, layer in slots.with_memory().items() for name, state in layer.row_states(row).items()
+            }  # fmt: skip
             views = self._row_views[row] = RowViews.of(layout, states)
         return views if slots.pool is None else replace(views, pages=slots.pool.pages_at(row))
 

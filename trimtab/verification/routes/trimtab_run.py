@@ -123,9 +123,7 @@ def _stepped(model: Any, inputs: Inputs, continuation: Sequence[int], adapter: s
     model.forget_batch()
     batch = Batch(model, rows=1)
     request = GenerateRequest(max_new_tokens=max(len(continuation), 1))
-    prompt = batch.begin(inputs, request, adapter=adapter, client=None)
-    while not prompt.step():
-        pass
+    prompt = batch.begin(inputs, request, adapter=adapter, client=None).compute()
     batch.join(prompt)
     row = batch.active[0]
     logits = []
