@@ -16,13 +16,13 @@ from trimtab.process import before_torch
 # What the command has imported when its first worker starts.
 COMMAND = """
 import sys
-from trimtab.serve import pool
+from trimtab.serve import slots
 
 def begin(self):
     print([one for one in ("uvicorn", "starlette.applications", "sse_starlette", "trimtab.serve.http.app") if one in sys.modules])
     raise SystemExit(0)
 
-pool.Pool.begin = begin
+slots.Slots.begin = begin
 sys.argv = ["trimtab", "serve", *sys.argv[1:]]
 from trimtab.__main__ import main
 main()

@@ -15,7 +15,7 @@ import trimtab.demo as demo
 from tests.machine.test_environment import read_only_environment
 from tests.raised import refused
 from trimtab.cli import main as cli
-from trimtab.doctor.issues.draft import _write_folder
+from trimtab.doctor.issues.draft import Drafts
 from trimtab.doctor.report import document_of, write_report
 
 BASE, STYLE = str(demo.BASE), f"style={demo.ADAPTERS['style']}"
@@ -89,7 +89,7 @@ def wide(text: str) -> str:
 
 @pytest.mark.parametrize(("write", "field"), [
     (lambda folder: write_report(folder / "page.html", document_of(read_only_environment(os=wide("a")))), "html"),
-    (lambda folder: _write_folder(folder / "drafts", {"a.md": wide("a"), "b.md": wide("b")}, overwrite=False), "drafts"),
+    (lambda folder: Drafts((), (), (), wide("a")).written_to(folder / "drafts"), "drafts"),
 ])  # fmt: skip
 def test_what_the_doctor_writes_is_whole_or_not_there(write: Callable[[Path], Any], field: str, full: Path) -> None:
     before = names(full)

@@ -69,7 +69,8 @@ def test_the_processes_that_compile_grammars_are_seen():
 
     command = GrammarProver()._command
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
-        waiting.until(lambda: grammar_attacks.compilers(SimpleNamespace(worker_pid=os.getpid)) == [process.pid])
+        # Other tests of this process may have some too.
+        waiting.until(lambda: process.pid in grammar_attacks.compilers(SimpleNamespace(worker_pid=os.getpid)))
 
 
 @pytest.mark.parametrize("scene", ["attacked", "together"])

@@ -25,13 +25,13 @@ TYPES = (torch.bfloat16, torch.float16)
 ORDERS = (0, 1, 7)  # of threads and blocks
 
 
-def packed(quant, shape=(96, 320), dtype=torch.bfloat16):
-    return quantize(random(*shape, dtype=dtype), quant)
+def packed(quant, shape=(96, 320), dtype=torch.bfloat16, seed=0):
+    return quantize(random(*shape, dtype=dtype, seed=seed), quant)
 
 
-def leaf(rows, columns, quant="nf4", store=None):
+def leaf(rows, columns, quant="nf4", store=None, seed=0):
     common = {"bias": None, "device": torch.device("cpu"), "dtype": torch.bfloat16, "store": store or AdapterStore()}
-    return ResidentLeaf("a", packed(quant, (rows, columns)), **common)
+    return ResidentLeaf("a", packed(quant, (rows, columns), seed=seed), **common)
 
 
 OLD_BITSANDBYTES = tuple(int(part) for part in version("bitsandbytes").split(".")[:2]) < (0, 50)
@@ -116,7 +116,7 @@ def test_a_kernel_that_is_wrong_is_found():
 
 def test_a_layer_multiplies_with_the_weight_that_is_unpacked_for_it():
     module, store = cpu_module(), AdapterStore()
-    leaves = [leaf(96, 128, "nf4-dq", store=store) for _ in range(2)]
+    leaves = [leaf(96, 128, "nf4-dq", store=store, seed=number) for number in range(2)]
     many, few = random(1, 12, 128, dtype=torch.bfloat16), random(1, 4, 128, dtype=torch.bfloat16)
     kernels = PromptKernels(module, unpacks=True)
     kernels.reserve(leaves)

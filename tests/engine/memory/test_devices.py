@@ -238,7 +238,7 @@ def test_another_device_torch_or_thread_count_is_another_file(cache):
 
 
 def test_a_real_measurement_has_every_rate_and_makes_sense(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / name)
     for name, size in (("SAMPLE_BYTES", 2**22), ("DISK_SAMPLE_BYTES", 2**22), ("GEMV_SIDE", 512)):
         monkeypatch.setattr(devices, name, size)
     rates = devices.measure_rates("cpu", cache=False)
@@ -256,7 +256,7 @@ def test_a_real_measurement_has_every_rate_and_makes_sense(tmp_path, monkeypatch
 
 def test_a_disk_that_cannot_be_written_leaves_the_assumed_rate(tmp_path, monkeypatch):
     (tmp_path / "trimtab").write_text("a file where the folder should be")
-    monkeypatch.setattr(memory, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / name)
     monkeypatch.setattr(devices, "_host_products", lambda: {"host_matmul_Bps": 1e9, "host_flops": 1e10})
     measured = devices.measure_rates("cpu", cache=False)
     assumed = Rates()

@@ -18,6 +18,7 @@ from trimtab.engine.chat.marks import opening_of
 from trimtab.engine.chat.prompt import prepare
 from trimtab.engine.kv.prefix_layout import holds_window
 from trimtab.engine.prefill.prefix_cache import PrefixCache
+from trimtab.planning import Plan
 
 FAMILIES = ("gemma3", "gemma3n", "gemma4")
 WINDOW = 8  # of the families
@@ -76,7 +77,8 @@ def test_a_prompt_is_cut_only_where_its_rings_lose_the_window(how, monkeypatch):
                 batch.prefixes.find(prompt)
                 assert prompt.row.reuse.border is None
             with monkeypatch.context() as patch:
-                patch.setattr(batch.prefixes, "cuts_openings", False)  # each pass copies weights
+                patch.setattr(Plan, "blocks_off_device", 1)  # each pass copies weights
+                patch.setattr(batch, "prefixes", type(batch.prefixes)(batch))
                 batch.prefixes.find(prompt)
                 assert prompt.row.reuse.border is None and bool(prompt.row.reuse.places) == is_held
 

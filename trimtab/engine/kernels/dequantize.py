@@ -265,8 +265,9 @@ class PromptKernels(Dequantized):
 
     def rounded(self, leaf: Leaf, y: Tensor) -> Tensor:
         """See `Dequantized`."""
-        packed = leaf.packed()
-        return y if packed.static_scales is None else layouts.round_to_8(y, [packed], self.module, is_input=False)
+        if not stored_format(leaf.quant_kind).has_rounding or (packed := leaf.packed()).static_scales is None:
+            return y
+        return layouts.round_to_8(y, [packed], self.module, is_input=False)
 
     def reserve(self, leaves: Sequence[Leaf], *, columns: int = 0) -> None:
         """Make room for the largest weight with this many columns behind each row; a capture must find it there."""

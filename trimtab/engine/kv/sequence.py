@@ -152,7 +152,7 @@ class PrefillState:
     inputs: of `LoadedModel.prepare`. row: its request. done_tokens: tokens computed so far; chunk_tokens: length of the next chunk.
     logits: of its last token [V], once complete. cache, offset: where its keys and values are; no cache where captured chunks write
     them into the batch's own, and before transformers' pass. ends_in_step: the rows' next step computes its last token
-    (selection.py); may_end_in_step: whether the caller of the batch's steps joins such prompts. returns_states: whether each chunk
+    (rows.py); may_end_in_step: whether the caller of the batch's steps joins such prompts. returns_states: whether each chunk
     has `states` [n, D] of its tokens, until the next pass (chunk_forward.py); the reader gives the logits.
     """
 

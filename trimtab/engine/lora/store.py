@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from trimtab.checkpoint.names import near_names
 from trimtab.engine.formats.packed import LayerProduct, MatmulTable
 from trimtab.engine.tiers.reader import HostMemory, Part, PositionedFile, aligned, bytes_of, read_small
 from trimtab.errors import AdapterError, RequestError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # Towers see images and audio, not rows: the first dimension of their input is another count.
 TOWERS = ("vision", "audio", "connector")

@@ -25,8 +25,6 @@ from trimtab.planning.values.copy_order import Piece
 from trimtab.planning.values.execution import CAPTURED, MOST_GRAPHS, graph_bytes, graph_count, step_bytes
 
 if TYPE_CHECKING:
-    import torch
-
     from trimtab.checkpoint.anatomy import Anatomy
     from trimtab.planning import Plan
 

@@ -398,7 +398,7 @@ class PrefillRunner:
 
     def prepare(self, token: int, adapter: str | None, sizes: Sequence[int] | None = None) -> None:
         """Capture a prompt of one chunk of every size before it is needed, the largest first: the others find room in its memory;
-        the chunk without the last token too (selection.py). No row may be active. sizes: these alone; none: packs alone."""
+        the chunk without the last token too (rows.py). No row may be active. sizes: these alone; none: packs alone."""
         if not self.captures or not self.sizes or not self.is_row_free or not knows_padding(self):
             return
         before = outside_torch(self.device)
