@@ -58,7 +58,7 @@ def row_of(words: Sequence[str], *, timeout_s: float | None = None, left_s: floa
         print(told[-9000:] if isinstance(told, str) else told[-9000:].decode(errors="replace"), flush=True)
         return {"error": f"longer than {limit_s:g} s", "over_s": limit_s} if limit_s == timeout_s else None
     rows = [line[4:] for line in done.stdout.splitlines() if line.startswith("ROW ")]
-    if rows:
+    if rows and done.returncode == 0:
         row: dict[str, Any] = json.loads(rows[-1])
         return row
     print(done.stderr[-9000:], flush=True)

@@ -125,7 +125,7 @@ def _read_whole(raw: bytes, found: Asked) -> None:
 
 def _take_usage(usage: Mapping[str, Any] | None, found: Asked) -> None:
     if usage:
-        found.prompt_tokens, found.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        found.prompt_tokens, found.completion_tokens = usage["prompt_tokens"], usage.get("completion_tokens", 0)
 
 
 def _name(error: Any) -> str:

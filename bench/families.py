@@ -123,7 +123,8 @@ def stock_rates(model: Any) -> dict[str, Any]:
     def once(tokens: int) -> float:
         ids = torch.tensor([next(asks)], device=DEVICE)
         begin = time.perf_counter()
-        generated(model, {"input_ids": ids}, tokens)
+        with torch.inference_mode():
+            generated(model, {"input_ids": ids}, tokens)
         synchronize()
         return time.perf_counter() - begin
 

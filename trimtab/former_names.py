@@ -67,6 +67,7 @@ runtime/leaves (engine/layers/leaves): StationaryLinear<StillLeaf StagedLinear<S
 runtime/hf_slots (engine/kv/kv_cache): BatchedKVCache<SlotCache
 runtime/hf_slots (engine/kv/sequence): reset_offset copy_offset read_offset has_three_axes placeholder_ids media_ids
 runtime/hf_slots (engine/memory/graph_cache): restore
+runtime/kept_checks (engine/cuda/check_cache): CardEntries<KeptChecks
 runtime/kernels (engine/kernels/device_kernels): DeviceKernels<Kernels
 runtime/ends (engine/kernels/embed_and_logits): with_argmax<with_likeliest argmax_logits<likeliest
 runtime/packed_prefill (engine/passes/chunk_forward): Buffers<PackBuffers

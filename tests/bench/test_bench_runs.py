@@ -23,7 +23,9 @@ def test_rows_of_loads_are_kept_and_a_load_that_takes_too_long_is_one(tmp_path, 
         side, name = command[command.index("--side") + 1], command[command.index("--one") + 1]
         if name == "e4b:fp8" and side == "stock":
             raise subprocess.TimeoutExpired(command, timeout)
-        return SimpleNamespace(stdout="ROW " + json.dumps({"load_s": next(seconds), "answer_s": 1, "layer": side}), stderr="")
+        return SimpleNamespace(
+            returncode=0, stdout="ROW " + json.dumps({"load_s": next(seconds), "answer_s": 1, "layer": side}), stderr=""
+        )
 
     def main(*arguments):
         monkeypatch.setattr(sys, "argv", ["formats", "--work", str(tmp_path), "--save", str(file), "--loads", *arguments])

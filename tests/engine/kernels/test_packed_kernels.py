@@ -200,7 +200,8 @@ def test_a_product_of_a_prompt_rounds_as_the_layer_does(form):
     kernels = prompt_kernels.PromptKernels(module, unpacks=True, _weights={BF16: torch.empty(40 * 512, dtype=BF16)})
     x, bias = torch.randn(1, 9, 512).bfloat16(), torch.randn(40).bfloat16()
     x[0, 4, 7] = torch.nan  # stays one, through both roundings
-    made, wanted = kernels.product([SimpleNamespace(packed=lambda: packed, bias=bias, quant_kind=packed.kind)], x), shell(packed, bias, BF16)(x)
+    layer = SimpleNamespace(packed=lambda: packed, bias=bias, quant_kind=packed.kind)
+    made, wanted = kernels.product([layer], x), shell(packed, bias, BF16)(x)
     made = made.view_as(wanted)
     assert made[0, 4].isnan().all() and torch.equal(made.nan_to_num(0.5), wanted.nan_to_num(0.5))
     assert ("round_to_8" in module.launches) == form.startswith("mobile")

@@ -616,9 +616,14 @@ def test_a_body_above_the_limit_is_refused_with_and_without_a_length(keys):
 
 def test_a_page_of_another_site_cannot_reach_a_server_without_a_key():
     pool = MockPool()
-    for host in ("http://evil.example", "http://127.0.0.1.evil.example:8000", "http://[2001:db8::1]"):
+    for host in (
+        "http://evil.example",
+        "http://127.0.0.1.evil.example:8000",
+        "http://[2001:db8::1]",
+        "http://127.0.0.1%.evil.example",
+    ):
         assert error_of(chat(client(pool, base_url=host)), 421)["code"] == "wrong_host"
-    for host in ("localhost:8000", "127.0.0.1:1", "[::1]:8000", "[::ffff:127.0.0.1]", "demo.localhost"):
+    for host in ("localhost:8000", "127.0.0.1:1", "[::1]:8000", "demo.localhost"):
         assert chat(client(pool, base_url=f"http://{host}")).status_code == 200
     # What a browser sends to another site without asking first is no JSON.
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):

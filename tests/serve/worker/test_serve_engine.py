@@ -754,7 +754,13 @@ def test_a_picture_one_pixel_wide_writes_nothing_into_the_log(model, monkeypatch
 def test_the_vocabulary_for_grammars_is_read_before_the_server_is_ready(engine, monkeypatch):
     """Its constructor holds the interpreter's lock for a second and more: no answer may wait for it later."""
     made = []
-    monkeypatch.setattr("trimtab.serve.worker.prompt_inputs.Grammar", lambda *args: made.append(args) or object())
+
+    def read(*args):
+        threading.Event().wait(0.3)  # longer than what it runs beside
+        made.append(args)
+        return object()
+
+    monkeypatch.setattr("trimtab.serve.worker.prompt_inputs.Grammar", read)
     engine.capture()
     assert len(made) == 1
     engine.inputs.make(replace(ask("one"), schema={"type": "object"}))

@@ -35,7 +35,7 @@ def i7_per_layer_attribute(kit: Kit) -> Seen:
 
     config = transformers.AutoConfig.from_pretrained(kit.checkpoint()).get_text_config()
     fault = error_of(lambda: getattr(config, "head_dim", None), RuntimeError)
-    return Seen(PRESENT, fault) if fault else Seen(FIXED, f"getattr gives {config.head_dim}")
+    return Seen(PRESENT, fault) if fault else Seen(FIXED, f"getattr gives {getattr(config, 'head_dim', None)}")
 
 
 I9_PROCESSOR_TORCHVISION = Bug(

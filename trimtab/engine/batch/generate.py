@@ -438,6 +438,11 @@ def detokenizer_of(model: ChatModel, stop: Sequence[str]) -> Detokenizer | None:
     return Detokenizer(tokenizer_of(processor), stop)
 
 
+def generate(model: AnsweringModel, inputs: Inputs, request: GenerateRequest) -> Iterator[Piece]:
+    """Yield the answer in pieces. Errors: RequestError if prompt and answer exceed the context, before any work."""
+    return iter(Generation(model, inputs, request))
+
+
 class Timed:
     """One answer in pieces, with its timings: iterate over it, then read `answer`.
 

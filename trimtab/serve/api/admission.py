@@ -479,8 +479,7 @@ def _names_this_machine(host: bytes) -> bool:
     """Whether a Host header names a loopback address; browsers always send one, so none at all is no browser."""
     text = host.decode("latin-1").strip().lower()
     name = text.partition("]")[0] + "]" if text.startswith("[") else text.partition(":")[0]
-    ip = _address(name.strip("[]"))
-    return not text or name == "localhost" or name.endswith(".localhost") or (ip is not None and ip.is_loopback)
+    return not text or name.endswith(".localhost") or is_loopback(name)
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from trimtab.process.json_file import as_json
 
 SIZE = 32
 # A route may store A and B in bfloat16, which moves the slope by less than 0.1 % and the rest by less than 2 %.
@@ -59,7 +61,7 @@ class LoadedChanges:
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as JSON-ready values."""
-        return asdict(self)
+        return dict(as_json(self))
 
 
 Changes = Mapping[str, Mapping[str, Sketch]]
