@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -316,3 +317,12 @@ def test_lora_of_an_offloaded_layer_with_a_hook_is_fixed(folder):
             return model
 
     assert probe("B9", HookedKit(folder)).state == FIXED
+
+
+def test_an_attribute_that_a_configuration_does_not_have_is_fixed(folder, monkeypatch):
+    """Its cause says so: AttributeError lets `getattr` give its default."""
+    import transformers
+
+    bare = SimpleNamespace(get_text_config=SimpleNamespace)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_: bare)
+    assert probe("I7", LlamaKit(folder)) == Seen(FIXED, "getattr gives None")
