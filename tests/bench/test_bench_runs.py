@@ -54,6 +54,7 @@ def test_a_case_has_its_last_row_or_the_reason_why_it_has_none():
     assert ran("""print('ROW {"at": 1}', 'ROW {"at": 2}', sep=chr(10))""") == {"at": 2}
     assert ran("raise RuntimeError('no card')")["error"].endswith("RuntimeError: no card")
     assert ran("import os; os._exit(3)")["error"] == "exit 3"
+    assert ran("""import os; print('ROW {"at": 1}', flush=True); os._exit(3)""") == {"error": "exit 3"}
     assert ran("import threading; threading.Event().wait(9)", timeout_s=0.2) == {"error": "longer than 0.2 s", "over_s": 0.2}
     assert ran("import threading; threading.Event().wait(9)", timeout_s=5, left_s=0.2) is None
 

@@ -200,8 +200,10 @@ def test_a_product_of_a_prompt_rounds_as_the_layer_does(form):
     kernels = prompt_kernels.PromptKernels(module, unpacks=True, _weights={BF16: torch.empty(40 * 512, dtype=BF16)})
     x, bias = torch.randn(1, 9, 512).bfloat16(), torch.randn(40).bfloat16()
     x[0, 4, 7] = torch.nan  # stays one, through both roundings
-    layer = SimpleNamespace(packed=lambda: packed, bias=bias, quant_kind=packed.kind)
+    opened = []
+    layer = SimpleNamespace(packed=lambda: opened.append(1) or packed, bias=bias, quant_kind=packed.kind)
     made, wanted = kernels.product([layer], x), shell(packed, bias, BF16)(x)
+    assert len(opened) == 1 + form.startswith("mobile")  # a weight in host memory is copied each time
     made = made.view_as(wanted)
     assert made[0, 4].isnan().all() and torch.equal(made.nan_to_num(0.5), wanted.nan_to_num(0.5))
     assert ("round_to_8" in module.launches) == form.startswith("mobile")

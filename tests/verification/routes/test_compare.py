@@ -228,6 +228,7 @@ FAULTS = {"dropped": lambda A, B: (A, 0 * B), "transposed": lambda A, B: (B.T, A
 def test_one_wrong_module_is_named_and_no_other(fault):
     found = compare_changes(loaded(), loaded(change=FAULTS[fault]))
     assert [row.module_path for row in found.wrong] == ["layers.1.q_proj"] and found.to_json()["wrong"][0]["adapter"] == "a"
+    assert found.to_json() == json.loads(json.dumps(found.to_json()))
 
 
 def test_a_module_that_one_side_lacks_is_wrong_unless_names_differ_or_it_does_nothing():
