@@ -4,6 +4,7 @@ import copy
 import json
 import time
 
+import llguidance.hf
 import pytest
 import torch
 
@@ -47,6 +48,21 @@ def test_only_end_tokens_of_the_vocabulary_end_an_answer_or_else_the_tokenizers_
     nameless.eos_token = None
     with pytest.raises(CheckpointError, match="no token ends an answer"):
         Grammar(nameless, [])
+
+
+@pytest.mark.parametrize("change", [None, "enable_padding", "enable_truncation"])
+def test_a_tokenizer_is_read_as_llguidance_reads_it_and_copied_only_if_it_pads_or_truncates(change, tokenizer, monkeypatch):
+    given = copy.deepcopy(tokenizer)
+    if change:
+        getattr(given.backend_tokenizer, change)(**({"max_length": 3} if change == "enable_truncation" else {"length": 9}))
+    text, wanted, copies = "a picture of the sea", llguidance.hf.from_tokenizer(tokenizer, eos_token=[END]), []
+    real = llguidance.hf.from_tokenizer
+    monkeypatch.setattr(llguidance.hf, "from_tokenizer", lambda *args, **named: copies.append(1) or real(*args, **named))
+    read = Grammar(given, [END])._tokenizer
+    assert read.tokenize_str(text) == wanted.tokenize_str(text)
+    assert (read.is_canonical, read.eos_tokens) == (True, [END])
+    assert vars(Vocabulary.of(read)) == vars(Vocabulary.of(wanted))
+    assert copies == [1] * bool(change)
 
 
 def is_allowed(grammar, tokenizer, text, schema):

@@ -38,6 +38,17 @@ MOST_AGAIN_S = MOST_S / 2
 Prove = Callable[[GrammarSource, Callable[[], bytes]], Proof]
 
 
+def _read(tokenizer: Any, ends: list[int]) -> Any:
+    """Return llguidance's tokenizer of transformers' one. llguidance copies it first, so that one that pads or truncates does neither:
+    that takes as long as reading it, and is left out where it does neither. Errors: those of llguidance.hf.from_tokenizer."""
+    from llguidance import LLTokenizer, hf
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.padding or backend.truncation:
+        return hf.from_tokenizer(tokenizer, eos_token=ends)
+    return LLTokenizer(backend.to_str(), eos_token=ends)
+
+
 class Grammar:
     """The tokenizer's side of every constraint: made once per model.
 
@@ -48,14 +59,12 @@ class Grammar:
     """
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int], prove: Prove | None = None) -> None:
-        import llguidance.hf
-
         try:
             known = range(len(tokenizer))
             self.ends = [token for token in end_ids if token in known] or [tokenizer.eos_token_id]
             if self.ends == [None]:
                 raise ValueError("no token ends an answer: eos_token_id and eos_token are missing")
-            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, eos_token=self.ends)
+            self._tokenizer = _read(tokenizer, self.ends)
         except (ValueError, TypeError, AttributeError, AssertionError) as exc:
             raise CheckpointError(
                 f"its tokenizer cannot restrict an answer to a schema ({exc})", path=str(getattr(tokenizer, "name_or_path", ""))
