@@ -37,7 +37,7 @@ def test_each_end_token_ends_an_answer_that_could_go_on(ends, tokenizer):
     constraint = grammar.constraint({"type": "integer"})
     constraint(given[:2], zeros)
     assert [end for end in (1, 106) if constraint(given, zeros)[end] == 0] == [1, 106]
-    assert Vocabulary.from_bytes(grammar.vocabulary()).ends == ends
+    assert Vocabulary.from_bytes(grammar.vocabulary).ends == ends
 
 
 def test_only_end_tokens_of_the_vocabulary_end_an_answer_or_else_the_tokenizers_own(tokenizer):
@@ -58,10 +58,11 @@ def test_a_tokenizer_is_read_as_llguidance_reads_it_and_copied_only_if_it_pads_o
     text, wanted, copies = "a picture of the sea", llguidance.hf.from_tokenizer(tokenizer, eos_token=[END]), []
     real = llguidance.hf.from_tokenizer
     monkeypatch.setattr(llguidance.hf, "from_tokenizer", lambda *args, **named: copies.append(1) or real(*args, **named))
-    read = Grammar(given, [END])._tokenizer
+    grammar = Grammar(given, [END])
+    read = grammar._tokenizer
     assert read.tokenize_str(text) == wanted.tokenize_str(text)
     assert (read.is_canonical, read.eos_tokens) == (True, [END])
-    assert vars(Vocabulary.of(read)) == vars(Vocabulary.of(wanted))
+    assert vars(Vocabulary.from_bytes(grammar.vocabulary)) == vars(Vocabulary.of(wanted))
     assert copies == [1] * bool(change)
 
 

@@ -60,7 +60,7 @@ def prover():
 
 
 def prove(prover, do, is_wanted=lambda: True):
-    return prover.prove(source(do), lambda: b"vocabulary", is_wanted)
+    return prover.prove(source(do), b"vocabulary", is_wanted)
 
 
 @pytest.mark.parametrize("do, limit, value, words", [
@@ -77,7 +77,7 @@ def test_a_grammar_beyond_a_limit_ends_its_process_and_is_refused(prover, monkey
 
 
 def test_a_grammar_whose_client_leaves_ends_its_process(prover):
-    prover.start(lambda: b"vocabulary")
+    prover.start(b"vocabulary")
     pid, asked = prover.pid, []
     with pytest.raises(CancelledError):
         prove(prover, "spin", lambda: bool(asked.append(time.monotonic())))
@@ -127,7 +127,7 @@ def made(monkeypatch):
 
 def submit(made, client, do):
     future = Future()
-    made.submit(client, future, lambda: made.prove(source(do), lambda: b"vocabulary"))
+    made.submit(client, future, lambda: made.prove(source(do), b"vocabulary"))
     return future
 
 

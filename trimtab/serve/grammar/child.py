@@ -8,9 +8,11 @@ import signal
 import struct
 import sys
 import time
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +21,7 @@ from trimtab.process.child import end_after
 from trimtab.serve.grammar.source import GrammarSource, compiled
 
 HEAD = struct.Struct("<Q")
+INTEGER = array("I").itemsize
 MOST_TOKEN_BYTES = 64  # of a token that encodes a text; longer ones are passed over
 # Above the memory at the process's start. The watcher kills it beyond the first limit, the system refuses beyond the second,
 # because memory grows between two looks; its addresses are more than its memory.
@@ -62,13 +65,19 @@ class Vocabulary:
         return cls([tokenizer.decode_bytes([token]) for token in ids], special, tokenizer.eos_tokens)
 
     def to_bytes(self) -> bytes:
-        tokens = [one.hex() for one in self.tokens]
-        return json.dumps([tokens, list(self.special_token_ids), list(self.ends)]).encode()
+        """Return three counts, the special ids, the ends, each token's length, then all tokens; numbers have 32 bits."""
+        numbers = (*self.special_token_ids, *self.ends, *map(len, self.tokens))
+        counts = (len(self.special_token_ids), len(self.ends), len(self.tokens))
+        return array("I", (*counts, *numbers)).tobytes() + b"".join(self.tokens)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Vocabulary:
-        tokens, special, ends = json.loads(data)
-        return cls([bytes.fromhex(one) for one in tokens], special, ends)
+        """Return what this machine's `to_bytes` wrote."""
+        special, ends, tokens = array("I", data[: 3 * INTEGER])
+        numbers = array("I", data[3 * INTEGER : (3 + special + ends + tokens) * INTEGER])
+        places = list(accumulate(numbers[special + ends :], initial=(3 + len(numbers)) * INTEGER))
+        words = [data[start:end] for start, end in pairwise(places)]
+        return cls(words, list(numbers[:special]), list(numbers[special : special + ends]))
 
 
 def read_frame(stream: IO[bytes]) -> bytes:

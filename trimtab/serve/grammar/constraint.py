@@ -34,13 +34,13 @@ MOST_HELD_BYTES = 512 * 2**20
 MOST_OWN_BYTES = MOST_HELD_BYTES // 2
 # The compile in the worker cannot be ended: it takes as long as the first one did, both together no more than one grammar may.
 MOST_AGAIN_S = MOST_S / 2
-# Compiles a source where it can be ended. The second value makes the vocabulary of that process.
-Prove = Callable[[GrammarSource, Callable[[], bytes]], Proof]
+# Compiles a source where it can be ended. The second value is the vocabulary of that process.
+Prove = Callable[[GrammarSource, bytes], Proof]
 
 
 def _read(tokenizer: Any, ends: list[int]) -> Any:
-    """Return llguidance's tokenizer of transformers' one. llguidance copies it first, so that one that pads or truncates does neither:
-    that takes as long as reading it, and is left out where it does neither. Errors: those of llguidance.hf.from_tokenizer."""
+    """Return llguidance's tokenizer of transformers' one. llguidance copies it first, so that the copy neither pads nor truncates.
+    That takes as long as reading it, and one that does neither needs no copy. Errors: those of llguidance.hf.from_tokenizer."""
     from llguidance import LLTokenizer, hf
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -70,11 +70,9 @@ class Grammar:
                 f"its tokenizer cannot restrict an answer to a schema ({exc})", path=str(getattr(tokenizer, "name_or_path", ""))
             ) from exc
         self._words, self._prove = tokenizer, prove
+        # What another process needs to compile for this tokenizer.
+        self.vocabulary = Vocabulary.of(self._tokenizer).to_bytes()
         self._held = HeldMemory()
-
-    def vocabulary(self) -> bytes:
-        """Return the vocabulary that another process needs to compile for this tokenizer."""
-        return Vocabulary.of(self._tokenizer).to_bytes()
 
     def constraint(self, schema: Mapping[str, Any], *, client: str = "") -> SchemaConstraint:
         """Return the constraint of one answer; {} allows any JSON object. client: whose memory of grammars it counts in.

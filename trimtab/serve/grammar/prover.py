@@ -65,12 +65,11 @@ class GrammarProver:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def start(self, vocabulary: Callable[[], bytes] | None = None) -> None:
+    def start(self, vocabulary: bytes = b"") -> None:
         """Have a process that waits for a grammar. vocabulary: known from then on. Errors: ProverError."""
         if self._process is not None and self._process.poll() is None:
             return
-        if not self._vocabulary and vocabulary is not None:
-            self._vocabulary = vocabulary()
+        self._vocabulary = self._vocabulary or vocabulary
         if not self._vocabulary or self._is_closed:
             return
         self._end()
@@ -104,7 +103,7 @@ class GrammarProver:
             self._end()
         self.start()
 
-    def prove(self, source: GrammarSource, vocabulary: Callable[[], bytes], is_wanted: Callable[[], bool]) -> Proof:
+    def prove(self, source: GrammarSource, vocabulary: bytes, is_wanted: Callable[[], bool]) -> Proof:
         """Compile the grammars of a source in the process.
 
         is_wanted: asked every 50 ms; once it is False the process is ended. Errors: CancelledError then. RequestError for a source

@@ -52,7 +52,7 @@ class Compiling:
             if future.set_running_or_notify_cancel():
                 future.set_exception(MistakeError(write_traceback(exc, "starting the thread that compiles schemas")))
 
-    def prove(self, source: GrammarSource, vocabulary: Callable[[], bytes]) -> Proof:
+    def prove(self, source: GrammarSource, vocabulary: bytes) -> Proof:
         """Compile a source in the process of this thread, or another's if it has none; known ones are not compiled again.
 
         Errors: as `GrammarProver.prove`.
@@ -69,7 +69,7 @@ class Compiling:
         self._line.keep(key, proof)
         return proof
 
-    def warm(self, vocabulary: Callable[[], bytes]) -> Future[Any]:
+    def warm(self, vocabulary: bytes) -> Future[Any]:
         """Start the first process before a schema needs it. Returns its future."""
         future: Future[Any] = Future()
         self.submit(_OURS, future, lambda: self._line.here.prover.start(vocabulary))
