@@ -40,7 +40,7 @@ from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.process.files import write_text
 from trimtab.process.packages import stack_versions
-from trimtab.verification.server import verify as remote
+from trimtab.verification.server import verify
 from trimtab.verification.server.faults import Fault, other_values, write_adapter, write_faults
 from trimtab.verification.server.local import Reference
 from trimtab.verification.server.verdict import Asked, Verdict, judge, nothing_to_tell
@@ -119,7 +119,7 @@ def older(adapter: Path, out: Path) -> Path:
 
 
 def _load(folder: Path, adapters: dict[str, Path], quant: str) -> Any:
-    plan = trimtab.plan(folder, adapters=adapters, quant=quant, context=remote.CONTEXT_TOKENS, images=1, audio_s=2.0)
+    plan = trimtab.plan(folder, adapters=adapters, quant=quant, context=verify.CONTEXT_TOKENS, images=1, audio_s=2.0)
     return trimtab.load(plan, decode="eager")
 
 
@@ -159,11 +159,11 @@ class Proof:
                 trimtab.merge(DEMO / "base", out, adapters={name: self.own[name]})
             return _load(out, {}, quant), self.local[quant]
         folder, quant = DEMO / "base", where
-        if where not in remote.PRECISIONS:
+        if where not in verify.PRECISIONS:
             folder, quant = self.work / "other-bits", "none"
             if not folder.exists():
                 other_bits(DEMO / "base", folder)
-        if where not in self.local and where in remote.PRECISIONS:
+        if where not in self.local and where in verify.PRECISIONS:
             self.local[where] = _load(folder, self.own, quant)
         if where in self.local:
             return self.local[where], self.local[where]
@@ -184,8 +184,8 @@ class Proof:
             judged.append({"questions": [asdict(one) for one in questions], "faults": faults, "options": options})
             return judge(questions, faults, **options)
 
-        remote.judge = judge_and_keep
-        report = remote.verify_remote(
+        verify.judge = judge_and_keep
+        report = verify.verify_remote(
             DEMO / "base", adapters=adapters, adapter=name, against="http://server/v1", remote_model="m",
             remote_base="b" if with_base else None, transport=both.transport(),
         )  # fmt: skip
@@ -226,15 +226,15 @@ class Proof:
 
     def run(self, cases: Sequence[tuple[str, str]], *, with_faults: bool = True) -> dict[str, Any]:
         """Return the verdicts on every (precision of the server, adapter): right servers first, then those with faults."""
-        remote.open_reference = self.open  # type: ignore[assignment]
-        choose = remote.choose
+        verify.open_reference = self.open  # type: ignore[assignment]
+        choose = verify.choose
 
         def chosen(reference: Any, questions: Any, new_tokens: int) -> Any:
             if reference.adapter not in self.chosen:
                 self.chosen[reference.adapter] = choose(reference, questions, new_tokens)
             return self.chosen[reference.adapter]
 
-        candidates = remote.candidates
+        candidates = verify.candidates
         made: dict[str, Any] = {}
 
         def asked(reference: Any, *args: Any, **options: Any) -> Any:
@@ -249,7 +249,7 @@ class Proof:
             faults, not_tried = self.written[key]
             return list(faults), list(not_tried)
 
-        remote.choose, remote.candidates, remote.write_faults = chosen, asked, written
+        verify.choose, verify.candidates, verify.write_faults = chosen, asked, written
         for where, name in cases:
             with self.unit(where, name, "right") as is_missing:
                 if is_missing:

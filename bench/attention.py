@@ -24,11 +24,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench import DEVICE, environment, parser_of, save, saved
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import attention_and_norms, autotune
 
 HEADS, KV_HEADS, DIM, CONTEXT = 32, 8, 128, 2048
-SHAPE = fused.AttentionShape(HEADS, KV_HEADS, DIM, "after", norms_values=False)
+SHAPE = attention_and_norms.AttentionShape(HEADS, KV_HEADS, DIM, "after", norms_values=False)
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 14, 18, 21, 24, 32, 41, 48, 64)
 BLOCKS = (1, 4, 6)
 BOUNDS = "__launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ? 3 : 1)"
@@ -48,19 +47,19 @@ class Case:
         self.caches = [random(2, rows, KV_HEADS, context, DIM) for _ in range(copies)]
         self.q, self.qkv = random(rows, HEADS, DIM), random(rows, (HEADS + 2 * KV_HEADS) * DIM)
         self.cos, self.sin = random(rows, DIM), random(rows, DIM)
-        self.norms = fused.HeadNorms(random(DIM), random(DIM), 1e-6, "after", values=False)
+        self.norms = attention_and_norms.HeadNorms(random(DIM), random(DIM), 1e-6, "after", values=False)
         self.positions = torch.full((rows,), tokens - 1, device=DEVICE)
         self.out = torch.empty(rows, HEADS * DIM, dtype=torch.bfloat16, device=DEVICE)
         many = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-        self.scratch = torch.empty(fused.scratch_values(rows, HEADS, KV_HEADS, DIM, context, many), device=DEVICE)
+        self.scratch = torch.empty(attention_and_norms.scratch_values(rows, HEADS, KV_HEADS, DIM, context, many), device=DEVICE)
 
     def attend(self, module: Any) -> None:
         for keys, values in self.caches:
-            fused.attend(self.q, keys, values, self.positions, DIM**-0.5, None, self.out, self.scratch, module)
+            attention_and_norms.attend(self.q, keys, values, self.positions, DIM**-0.5, None, self.out, self.scratch, module)
 
     def step(self, module: Any) -> None:
         for keys, values in self.caches:
-            fused.rope_and_attention(
+            attention_and_norms.rope_and_attention(
                 self.qkv, HEADS, self.norms, self.cos, self.sin, keys, values, self.positions, self.positions, DIM**-0.5, None,
                 self.out, self.q, self.scratch, module,
             )  # fmt: skip
@@ -87,12 +86,12 @@ def modules() -> dict[int, Any]:
         return {1: on_cpu.small()}
     from trimtab.engine.cuda import nvrtc
 
-    found, source, plain = {}, fused.source("attend.cu"), fused.AttentionShape(HEADS, KV_HEADS, DIM)
+    found, source, plain = {}, attention_and_norms.source("attend.cu"), attention_and_norms.AttentionShape(HEADS, KV_HEADS, DIM)
     assert BOUNDS in source
     for blocks in BLOCKS:
-        module = found[blocks] = fused.load(DEVICE)
+        module = found[blocks] = attention_and_norms.load(DEVICE)
         for turn in (False, True) if blocks > 1 else ():
-            options = fused.attention_options(SHAPE if turn else plain, torch.bfloat16, turn=turn)
+            options = attention_and_norms.attention_options(SHAPE if turn else plain, torch.bfloat16, turn=turn)
             text = source.replace(BOUNDS, f"__launch_bounds__(DIM / 2, {blocks})")
             module.attention[options] = nvrtc.Module(text, device=DEVICE, options=options, name="attend.cu")
     return found
@@ -105,7 +104,7 @@ def wall_us(run: Callable[[], None]) -> float:
 
 
 def us(run: Callable[[], None], case: Case) -> float:
-    return round((tuning.graph_us(run, torch.device(DEVICE, 0)) if DEVICE == "cuda" else wall_us(run)) / len(case.caches), 2)
+    return round((autotune.graph_us(run, torch.device(DEVICE, 0)) if DEVICE == "cuda" else wall_us(run)) / len(case.caches), 2)
 
 
 def measure(case: Case, known: set[tuple[Any, ...]], found: dict[int, Any], keep: Callable[[dict[str, Any]], None]) -> None:
@@ -114,7 +113,7 @@ def measure(case: Case, known: set[tuple[Any, ...]], found: dict[int, Any], keep
     tiles = -(-case.tokens // TILE)
     if key({**about, "way": "sdpa"}) not in known:
         keep({**about, "way": "sdpa", "attend_us": us(case.sdpa, case)})
-    own = fused._splits
+    own = attention_and_norms._splits
     for blocks, module in found.items():
         chosen = own(case.rows, HEADS, KV_HEADS, DIM, case.context, module.multiprocessors)
         for splits in sorted({chosen, *(one for one in SPLITS if one <= -(-case.context // TILE))}):
@@ -123,7 +122,7 @@ def measure(case: Case, known: set[tuple[Any, ...]], found: dict[int, Any], keep
                 continue
             each = -(-tiles // splits)
             row |= {"used": -(-tiles // each), "tiles": each, "chosen": splits == chosen and blocks == 1}
-            with mock.patch.object(fused, "_splits", lambda *_, count=splits: count):
+            with mock.patch.object(attention_and_norms, "_splits", lambda *_, count=splits: count):
                 error = case.error(module)
                 if error > 0.02:  # two roundings of bfloat16 and their sums
                     keep({**row, "error": f"differs from SDPA by {error:.3f}"})

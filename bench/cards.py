@@ -126,9 +126,9 @@ def slow_link(copies: int) -> None:
     from dataclasses import replace
 
     from trimtab.engine.memory import rates as devices
-    from trimtab.engine.tiers import streaming as tiers
+    from trimtab.engine.tiers import streaming
 
-    copy, measure = tiers.Streamer._copy, devices.measure_rates
+    copy, measure = streaming.Streamer._copy, devices.measure_rates
 
     def repeated(self: Any, *given: Any) -> Any:
         for _ in range(copies - 1):
@@ -139,7 +139,7 @@ def slow_link(copies: int) -> None:
         rates = measure(device, **options)
         return replace(rates, pinned_h2d_Bps=rates.pinned_h2d_Bps / copies)
 
-    tiers.Streamer._copy = repeated  # type: ignore[method-assign]
+    streaming.Streamer._copy = repeated  # type: ignore[method-assign]
     devices.measure_rates = slower
 
 

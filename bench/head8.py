@@ -48,23 +48,23 @@ def parity(quant: str, adapter: str | None) -> dict[str, Any]:
 
 def products(device: torch.device) -> list[dict[str, Any]]:
     """Measure the products of up to 8 rows, each in a CUDA graph."""
-    from trimtab.engine.formats import int8_head as head8
-    from trimtab.engine.kernels import autotune as tuning
-    from trimtab.engine.loader import head_kernel as head8_choice
+    from trimtab.engine.formats import int8_head
+    from trimtab.engine.kernels import autotune
+    from trimtab.engine.loader import head_kernel
 
-    module, rows = head8.load(device), []
+    module, rows = int8_head.load(device), []
     for model, (vocabulary, width) in SIZES.items():
         q = torch.randint(-127, 128, (vocabulary, width), dtype=torch.int8, device=device)
-        head = head8.Head(q, torch.rand(vocabulary, device=device) / 500, None)
+        head = int8_head.Head(q, torch.rand(vocabulary, device=device) / 500, None)
         weight = torch.randn(vocabulary, width, dtype=torch.bfloat16, device=device)
-        why = head8_choice.check(module, head)
+        why = head_kernel.check(module, head)
         for n in (1, 2, 4, 8):
 
             def time_us(run: Any) -> float:
-                return tuning.graph_us(lambda: [run() for _ in range(10)], device) / 10  # type: ignore[func-returns-value]
+                return autotune.graph_us(lambda: [run() for _ in range(10)], device) / 10  # type: ignore[func-returns-value]
 
-            found = head8_choice.measure(module, head, time_us, weight=weight, n=n)
-            (ours, torch_us), (_, whole) = found[head8.NAME], found["whole head"]
+            found = head_kernel.measure(module, head, time_us, weight=weight, n=n)
+            (ours, torch_us), (_, whole) = found[int8_head.NAME], found["whole head"]
             rows.append({
                 "model": model, "rows": n, "wrong": why, "us": round(ours, 1), "torch_us": round(torch_us, 1),
                 "whole_us": round(whole, 1), "TBps": round(vocabulary * width / ours / 1e6, 3),

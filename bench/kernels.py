@@ -24,9 +24,7 @@ from torch import Tensor
 from bench import save
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.formats.weights import shell
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import attention_and_norms, autotune, gemv4
 
 # hidden size, sizes of the dense MLP, query heads, key and value heads (sliding, full), per-layer input, window,
 # layers with their own keys and values are followed by layers without, keys serve as values in full layers
@@ -78,16 +76,16 @@ def copy_bandwidth(device: torch.device) -> float:
     def copy() -> None:
         target.copy_(source)
 
-    return 2 * source.numel() / tuning.graph_us(copy, device) * 1e6
+    return 2 * source.numel() / autotune.graph_us(copy, device) * 1e6
 
 
-def adapters_of(product: Product, rank: int, n: int, device: torch.device) -> matvec.LoraArgs:
+def adapters_of(product: Product, rank: int, n: int, device: torch.device) -> gemv4.LoraArgs:
     """Return adapters for n rows, one slot a row."""
     slots = [
         [(torch.randn(rank, product.columns, device=device), torch.randn(rows, rank, device=device), 0.5)] * 1
         for rows in product.rows
     ]
-    return matvec.lora_args(slots, torch.zeros(n, dtype=torch.int32, device=device), rank)
+    return gemv4.lora_args(slots, torch.zeros(n, dtype=torch.int32, device=device), rank)
 
 
 class Bench:
@@ -95,14 +93,14 @@ class Bench:
 
     def __init__(self, device: torch.device, *, tune: bool) -> None:
         self.device, self.tune = device, tune
-        self.module = matvec.load(device)
-        self.weights = tuning.RandomWeights(device)
+        self.module = gemv4.load(device)
+        self.weights = autotune.RandomWeights(device)
         self.cold_bytes = 3 * int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 * 2**20))
         self.bandwidth = copy_bandwidth(device)
         self.rows: list[dict[str, Any]] = []
 
     def us(self, run: Callable[[], None], count: int) -> float:
-        return tuning.graph_us(run, self.device) / count
+        return autotune.graph_us(run, self.device) / count
 
     def add(self, model: str, name: str, shape: str, n: int, us: float | None, nbytes: float, **more: Any) -> None:
         limit = nbytes / self.bandwidth * 1e6
@@ -121,27 +119,27 @@ class Bench:
         groups = self.weights.groups(product.rows, product.columns, self.cold_bytes)
         shape = f"{'+'.join(map(str, product.rows))} x {product.columns}"
         nbytes = sum(packed.nbytes for packed in groups[0])
-        wrong = tuning.check(groups[0], self.module, rows=sorted({*counts, 3}))
+        wrong = autotune.check(groups[0], self.module, rows=sorted({*counts, 3}))
         for n in counts:
             if wrong is None and self.tune:
-                taken = tuning.tune(groups, n, self.module, gate=product.gate)
+                taken = autotune.tune(groups, n, self.module, gate=product.gate)
                 found = ", ".join(f"{us:.2f}" for us in taken.values())
             x = torch.randn(n, product.columns, device=self.device).bfloat16()
-            gate = None if product.gate is None else matvec.Gate(product.gate)
+            gate = None if product.gate is None else gemv4.Gate(product.gate)
             width = sum(product.rows) if gate is None else product.rows[0]
             out = torch.empty(n, width, dtype=torch.bfloat16, device=self.device)
 
-            def run(x: Tensor = x, out: Tensor = out, lora: matvec.LoraArgs | None = None) -> None:
+            def run(x: Tensor = x, out: Tensor = out, lora: gemv4.LoraArgs | None = None) -> None:
                 for group in groups:
-                    matvec.matvec4(x, group, out, lora=lora, gate=gate, module=self.module)  # noqa: B023
+                    gemv4.matvec4(x, group, out, lora=lora, gate=gate, module=self.module)  # noqa: B023
 
             more: dict[str, Any] = {"error": wrong}
             if wrong is None:
-                more["cut"] = str(matvec.choose(groups[0], n, self.module, pair=gate is not None))
+                more["cut"] = str(gemv4.choose(groups[0], n, self.module, pair=gate is not None))
                 more["tried_us"] = found if self.tune else None
                 more["overlap_us"] = self.overlapped_us(run, len(groups))
             layers = [shell(packed, None, x.dtype) for group in groups for packed in group]
-            stock_us = tuning.graph_us(lambda layers=layers, x=x: [layer(x) for layer in layers], x.device)
+            stock_us = autotune.graph_us(lambda layers=layers, x=x: [layer(x) for layer in layers], x.device)
             more["bitsandbytes_us"] = round(stock_us / len(groups), 2)
             self.add(model, product.name, shape, n, None if wrong else self.us(run, len(groups)), nbytes, **more)
             for rank in ranks if wrong is None else ():
@@ -163,7 +161,7 @@ class Bench:
 
     def attention(self, model: str, size: dict[str, Any], counts: list[int]) -> None:
         """Time attention over whole caches of different lengths; limit: keys and values are read once."""
-        small = fused.load(self.device) if hasattr(fused, "load") else None
+        small = attention_and_norms.load(self.device) if hasattr(attention_and_norms, "load") else None
         for kind, heads, kv_heads, width, lengths in attentions(size):
             for length, n in ((length, n) for length in lengths for n in counts):
                 q = torch.randn(n, heads, width, device=self.device).bfloat16()
@@ -176,7 +174,7 @@ class Bench:
 
                 def run(module: Any, cache: Tensor = caches, q: Tensor = q, out: Tensor = out) -> None:
                     for keys, values in cache:
-                        fused.attend(q, keys, values, positions, 1.0, None, out, scratch, module)  # noqa: B023
+                        attention_and_norms.attend(q, keys, values, positions, 1.0, None, out, scratch, module)  # noqa: B023
 
                 stock = round(self.us(lambda: run(None), copies), 2)
                 us = None if small is None else self.us(lambda: run(small), copies)
@@ -217,7 +215,7 @@ def main() -> None:
         if not options.no_attention:
             bench.attention(model, SIZES[model], counts)
     if options.tune:
-        tuning.keep_tuned(bench.module)
+        autotune.keep_tuned(bench.module)
     if options.json:
         facts = {
             "gpu": torch.cuda.get_device_name(0), "copy_Bps": bench.bandwidth, "torch": torch.__version__,

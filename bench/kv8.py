@@ -32,9 +32,9 @@ from transformers import DynamicCache
 import trimtab
 from bench import environment, parser_of, save, saved
 from bench.head8 import ADAPTERS, DEMO, prompts
-from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import kv_cache
 from trimtab.engine.kv.int8 import read_states, round_states
-from trimtab.engine.memory import reserve as transient_room
+from trimtab.engine.memory import reserve
 from trimtab.verification.routes.teacher_forcing import extended, forget_request
 
 NEW_TOKENS = 32
@@ -59,8 +59,8 @@ def caches(hf_model: Any) -> dict[str, Callable[[], Any]]:
     """Return the caches that are compared, by name."""
     config = hf_model.config.get_text_config()
     return {
-        "full": lambda: hf_slots.prompt_cache(hf_model),
-        "token": lambda: hf_slots.prompt_cache(hf_model, "int8"),
+        "full": lambda: kv_cache.prompt_cache(hf_model),
+        "token": lambda: kv_cache.prompt_cache(hf_model, "int8"),
         "channel": lambda: ChannelCache(config=config),
     }
 
@@ -206,7 +206,7 @@ def steps_of(given: argparse.Namespace, kv: str, logits: dict[int, Tensor]) -> l
                 "planned_activation_bytes": plan.gpu["activations"], "planned_bytes": plan.gpu_needed_bytes,
                 "peak_bytes": torch.cuda.max_memory_allocated(), "planned_peak_bytes": plan.gpu_peak_bytes,
                 # What graphs hold is no longer allocated: torch has it reserved.
-                "reserved_bytes": torch.cuda.memory_reserved(), "planned_torch_bytes": transient_room.torch_bytes(plan),
+                "reserved_bytes": torch.cuda.memory_reserved(), "planned_torch_bytes": reserve.torch_bytes(plan),
                 "planned_copy_bytes": plan.gpu.get("kv_copies", 0),
                 "fallbacks": [f"{one.what}: {one.why}" for one in batch.steps.fallbacks],
             })  # fmt: skip

@@ -28,11 +28,11 @@ COUNTS = (32, 8, 1)
 def kernels(model: Any) -> list[dict[str, Any]]:
     """Return the rows of the attention kernel, of every kind of full layer."""
     from trimtab.engine.families.families import describe
-    from trimtab.engine.kernels import attention_and_norms as fused
+    from trimtab.engine.kernels import attention_and_norms
     from trimtab.engine.kernels.autotune import graph_us
     from trimtab.engine.kv.sequence import PagePool
 
-    found, module = [], fused.load(model.device)
+    found, module = [], attention_and_norms.load(model.device)
     for heads, kv_heads, dim, *_ in describe(model.hf_model).shapes(full_only=True):
         for rows, seen, context in ((1, 640, 4096), (8, 640, 4096), (32, 640, 4096), (32, 4000, 4096), (1, 30000, 32768)):
             whole = [torch.randn(rows, kv_heads, context, dim, device=model.device).bfloat16() for _ in range(2)]
@@ -48,16 +48,16 @@ def kernels(model: Any) -> list[dict[str, Any]]:
             positions = torch.full((rows,), seen - 1, device=model.device)
             qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=model.device).bfloat16()
             weight, cos = torch.ones(dim, device=model.device).bfloat16(), qkv[:, :dim].contiguous()
-            norms = fused.HeadNorms(weight, weight, 1e-6)
+            norms = attention_and_norms.HeadNorms(weight, weight, 1e-6)
             q = torch.empty(rows, heads, dim, device=model.device).bfloat16()
-            values = fused.scratch_values(rows, heads, kv_heads, dim, context, module.multiprocessors)
+            values = attention_and_norms.scratch_values(rows, heads, kv_heads, dim, context, module.multiprocessors)
             scratch = torch.empty(values, device=model.device)
             us, outs = [], []
             for (keys, values), table in ((whole, None), (paged, pool.table)):
                 out = torch.empty(rows, heads * dim, device=model.device).bfloat16()
 
                 def run(keys: Any = keys, values: Any = values, table: Any = table, out: Any = out) -> None:
-                    fused.rope_and_attention(
+                    attention_and_norms.rope_and_attention(
                         qkv, heads, norms, cos, cos, keys, values, positions, positions, 1.0, None, out, q,  # noqa: B023
                         scratch, module, pages=table,  # noqa: B023
                     )  # fmt: skip

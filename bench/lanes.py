@@ -26,9 +26,9 @@ NEW_TOKENS = 16
 
 def lanes_of(folder: Path, adapter: Path, prompts: Any, work: Path, names: Any, device: str) -> Any:
     from trimtab.verification.merges.runs import run_lanes
-    from trimtab.verification.routes import runner as routes
+    from trimtab.verification.routes import runner
 
-    rows = routes.prepare(folder, "bfloat16", prompts, work)
+    rows = runner.prepare(folder, "bfloat16", prompts, work)
     return run_lanes(
         folder, adapter, rows, work / "lanes", device=device, new_tokens=NEW_TOKENS, names=names,
         say=lambda text: print(f"  {text}", flush=True),

@@ -19,8 +19,7 @@ from torch.nn import functional
 from bench import parser_of, save
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
-from trimtab.engine.kernels import gemm4 as many_rows
-from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import gemm4, gemv4
 from trimtab.engine.kernels.autotune import RandomWeights, graph_us
 
 # Outputs of the group's members, columns, how often a step has it.
@@ -38,22 +37,22 @@ RANK = 8
 
 def rows(size: str, device: torch.device) -> list[dict[str, Any]]:
     """Return a row for each shape and number of rows."""
-    module, unpack = many_rows.load(device), prompt_kernels.load(device)
+    module, unpack = gemm4.load(device), prompt_kernels.load(device)
     found: list[dict[str, Any]] = []
     for shape, columns, count in SHAPES[size]:
         weights = RandomWeights(device)
         groups = weights.groups(shape, columns, COPIES_BYTES)
-        wrong = many_rows.wrong(groups[0], module, torch.bfloat16)
+        wrong = gemm4.wrong(groups[0], module, torch.bfloat16)
         room = torch.empty(max(shape) * columns, dtype=torch.bfloat16, device=device)
         for n in COUNTS:
             x = torch.randn(n, columns, device=device).bfloat16()
             out = torch.empty(n, sum(shape), dtype=torch.bfloat16, device=device)
             slots = [[(torch.randn(RANK, columns, device=device), torch.randn(one, RANK, device=device), 0.5)] * n for one in shape]
-            lora = matvec.lora_args(slots, torch.arange(n, dtype=torch.int32, device=device), 16)
+            lora = gemv4.lora_args(slots, torch.arange(n, dtype=torch.int32, device=device), 16)
 
             def every(lora: Any, x: Any = x, out: Any = out, groups: Any = groups) -> None:
                 for group in groups:
-                    many_rows.linear(x, group, out, lora=lora, module=module)
+                    gemm4.linear(x, group, out, lora=lora, module=module)
 
             def unpacked(x: Any = x, groups: Any = groups, room: Any = room) -> None:
                 for group in groups:

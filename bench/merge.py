@@ -187,7 +187,7 @@ def scales(work: Path) -> list[dict[str, Any]]:
     positions of the demo's prompts. noise_kl: the same of bf16 merged (unpacked), for size.
     """
     from trimtab.demo import demo as line
-    from trimtab.engine.formats import coded_files as pack
+    from trimtab.engine.formats import coded_files
     from trimtab.merging import merge
 
     demo = line.FOLDER
@@ -203,14 +203,14 @@ def scales(work: Path) -> list[dict[str, Any]]:
             row[f"unmerged {form}"] = {
                 "kl": _kl(wanted, _logits(demo / "base", prompts, quant=form, adapters=adapters, voice=voice))
             }  # fmt: skip
-            for name, shares in (("largest", ()), ("chosen", pack.SHARES)):
-                kept, pack.SHARES = pack.SHARES, shares
+            for name, shares in (("largest", ()), ("chosen", coded_files.SHARES)):
+                kept, coded_files.SHARES = coded_files.SHARES, shares
                 try:
                     report = merge(
                         demo / "base", work / "packed", adapters=adapters, requantize=form, check=True, overwrite=True
                     )  # fmt: skip
                 finally:
-                    pack.SHARES = kept
+                    coded_files.SHARES = kept
                 assert report.check is not None
                 survived = sorted(tensor.survival or 0.0 for tensor in report.check.changed)
                 row[f"{name} {form}"] = {

@@ -36,8 +36,8 @@ def measured(request: Mapping[str, Any]) -> dict[str, Any]:
     """Run the requested merge; returns its time and memory."""
     import torch
 
-    from trimtab.engine.loader import transformers_model as hf  # noqa: F401
-    from trimtab.engine.tiers import reader as read  # noqa: F401 - imported before the baseline is taken
+    from trimtab.engine.loader import transformers_model  # noqa: F401
+    from trimtab.engine.tiers import reader  # noqa: F401 - imported before the baseline is taken
     from trimtab.machine.memory import peak_host_bytes, process_bytes
     from trimtab.merging import merge
 

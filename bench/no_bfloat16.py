@@ -30,9 +30,9 @@ def run_ours(case: str, checkpoint: Path, adapter: Path, work: Path) -> dict[str
 
     import trimtab
     from bench.checkpoints import text_inputs
-    from trimtab.planning.values import byte_sizes as dtypes
+    from trimtab.planning.values import byte_sizes
 
-    dtypes.LEAST_BF16 = (99, 0)
+    byte_sizes.LEAST_BF16 = (99, 0)
     asked: dict[str, Any] = {"quant": "nf4", "images": 0, "audio_s": 0.0, **({"dtype": "float32"} if case == "wide" else {})}
     row: dict[str, Any] = {}
     plan = trimtab.plan(checkpoint, place={"*": "resident"}, decode="eager", context=8, **asked)

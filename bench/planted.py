@@ -18,7 +18,7 @@ import httpx2
 import torch
 
 from trimtab.request import GenerateRequest
-from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes import teacher_forcing
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Planted:
         request = GenerateRequest(max_new_tokens=new_tokens)
         tokens = list(model.answer_inputs(inputs, request, adapter=adapter).token_ids)
         model.adapter_store.set(adapter)
-        logits, _ = forced.forward(model.hf_model, forced.extended(dict(inputs.tensors), tokens[:-1]))
+        logits, _ = teacher_forcing.forward(model.hf_model, teacher_forcing.extended(dict(inputs.tensors), tokens[:-1]))
         model.adapter_store.set(None)
         return tokens, logits[0, inputs.prompt_tokens - 1 :].float(), inputs.prompt_tokens
 

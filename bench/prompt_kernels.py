@@ -16,12 +16,12 @@ import torch
 from torch.nn import functional
 
 from bench import environment, parser_of, save
-from trimtab.engine.batched_lora import columns as adapter_columns
+from trimtab.engine.batched_lora import columns
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.autotune import graph_us
-from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora import layers
 
 SHAPES = ((10240, 2560), (2560, 10240), (2048, 2560), (512, 2560), (12288, 4096), (4096, 12288))
 TOKENS, RANKS = (1, 64, 512, 1024), (8, 64)
@@ -56,7 +56,7 @@ def _layers(module: Any, device: torch.device, highs: tuple[int, ...], wide: int
     """Return rows of layers over one input: with adapters inside the products (us; step_8_us: rows of a multiple of 8 values, not
     of 64), behind them (before_us) and without (base_us). extend_us, unpack_us: of the two kernels, for the first layer."""
     weights = [quantize(torch.randn(high, wide, device=device).bfloat16(), "nf4-dq") for high in highs]
-    room = torch.empty(max(highs) * (wide + adapter_columns.ADAPTER_COLUMNS), dtype=torch.bfloat16, device=device)
+    room = torch.empty(max(highs) * (wide + columns.ADAPTER_COLUMNS), dtype=torch.bfloat16, device=device)
     counts = torch.zeros(max(LAYER_TOKENS) // 16, dtype=torch.int32, device=device)
     kernels = prompt_kernels.PromptKernels(module, unpacks=True, adds=True)
     found = []
@@ -69,17 +69,17 @@ def _layers(module: Any, device: torch.device, highs: tuple[int, ...], wide: int
 
         for rank in LAYER_RANKS:
             given = (weights, room, counts, kernels)
-            made = {step: adapter_columns.runs(*given, tokens=n, rank=rank, step=step) for step in STEPS}
-            one = lora.LinearAdapter(
+            made = {step: columns.runs(*given, tokens=n, rank=rank, step=step) for step in STEPS}
+            one = layers.LinearAdapter(
                 "language", 0.5, torch.zeros(rank, wide, device=device), torch.zeros(highs[0], rank, device=device)
             )
-            whole = adapter_columns.extended_width(wide, rank * len(highs))
+            whole = columns.extended_width(wide, rank * len(highs))
 
             def extend(x: torch.Tensor = x, one: Any = one) -> Any:
-                return adapter_columns.extend(x, [one] * len(highs), counts, module)
+                return columns.extend(x, [one] * len(highs), counts, module)
 
             def unpack(one: Any = one, whole: int = whole) -> Any:
-                return adapter_columns.unpack_extended(weights[0], one.B, 0, whole, room, module)
+                return columns.unpack_extended(weights[0], one.B, 0, whole, room, module)
 
             times: dict[str, Callable[[], Any]] = {
                 "us": made[64][0], "step_8_us": made[8][0], "before_us": made[64][1], "base_us": base, "extend_us": extend,

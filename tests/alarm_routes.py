@@ -18,16 +18,16 @@ from torch import Tensor
 import trimtab
 from tests import pico
 from tests.alarm_faults import ADAPTER_FAULTS, change_tensors, cpu_threads, quiet
-from trimtab.demo import demo as line
+from trimtab.demo import demo
 from trimtab.errors import ParityError
 from trimtab.request import LoadRequest
 from trimtab.verification.render.report import ParityReport
-from trimtab.verification.routes import alarm_rate as criterion
+from trimtab.verification.routes import alarm_rate
 from trimtab.verification.routes.teacher_forcing import rounded_layers
 from trimtab.verification.routes.trimtab_run import own_changes
 from trimtab.verification.verify import verify
 
-DEMO = line.FOLDER
+DEMO = demo.FOLDER
 NEW_TOKENS = 3
 AGAINST = ("resident", "single", "alone", "eager", "stock")
 ROUTE_FAMILIES = ("llama", "qwen3", "gemma3", "gemma4", "mixtral")
@@ -127,7 +127,7 @@ def judge_route(route: Route, fault: str | None = None) -> dict[str, Any]:
 
 def ratios(report: ParityReport) -> dict[str, float]:
     """Return the largest share of its limit that each measure reached."""
-    found = dict.fromkeys(criterion.MEASURES, 0.0)
+    found = dict.fromkeys(alarm_rate.MEASURES, 0.0)
     for row in report.prompts:
         limit = report.floor.limits[row.id]
         for name in found:
@@ -179,10 +179,10 @@ def judge_demos(dtype: str, count: int, faults: bool = True) -> dict[str, Any]:
     """
     draw = random.Random(dtype)
     every = _asks()
-    voices: tuple[str | None, ...] = (None, *line.ADAPTERS)
+    voices: tuple[str | None, ...] = (None, *demo.ADAPTERS)
     asks = [ask for voice in voices for ask in draw.sample([ask for ask in every if ask.adapter == voice], DEMO_ASKS)]
     plan = trimtab.plan(
-        DEMO / "base", adapters={name: DEMO / "adapters" / name for name in line.ADAPTERS}, context=256, images=1,
+        DEMO / "base", adapters={name: DEMO / "adapters" / name for name in demo.ADAPTERS}, context=256, images=1,
         audio_s=1.0, place={"*": "resident"}, device="cpu", dtype=dtype,
     )  # fmt: skip
     rows = []
@@ -204,11 +204,11 @@ def judge_demos(dtype: str, count: int, faults: bool = True) -> dict[str, Any]:
                 if logits[place].equal(known[place]):
                     continue
                 if number not in noise:
-                    noise[number] = line.ask_noise(model, "0", asks[number])
+                    noise[number] = demo.ask_noise(model, "0", asks[number])
                 pairs += [replace(pair, prompt_id=str(place)) for pair in noise[number]]
             try:
-                line.check_changes(found, changes)
-                line.judge(pairs, [asks[number] for number in chosen], logits, known)
+                demo.check_changes(found, changes)
+                demo.judge(pairs, [asks[number] for number in chosen], logits, known)
             except ParityError as exc:
                 return f"differs: {exc}"
             return "same within noise" if pairs else "same"
@@ -218,11 +218,11 @@ def judge_demos(dtype: str, count: int, faults: bool = True) -> dict[str, Any]:
             seed, threads = (None if run % 5 == 4 else 100 + run), draw.choice((1, 2, 3, 4))
             said = verdict(chosen, seed, threads)
             rows.append({"dtype": dtype, "seed": seed, "threads": threads, "asks": chosen, "fault": None, "verdict": said})
-        for name in (*line.ADAPTERS, None) if faults else ():
+        for name in (*demo.ADAPTERS, None) if faults else ():
             chosen = [number for number, ask in enumerate(asks) if ask.adapter == name][:2]
             for number in chosen:  # known, and its noise measured, before anything is wrong
                 expected.setdefault(number, _logits(model, asks[number]))
-                noise.setdefault(number, line.ask_noise(model, "0", asks[number]))
+                noise.setdefault(number, demo.ask_noise(model, "0", asks[number]))
             for fault in DEMO_FAULTS:
                 if (fault == DEMO_FAULTS[0]) is not (name is None):
                     continue
@@ -232,7 +232,7 @@ def judge_demos(dtype: str, count: int, faults: bool = True) -> dict[str, Any]:
     return {"rows": [row | {"alarm": row["verdict"].startswith("differs")} for row in rows]}
 
 
-def _asks() -> list[line.Ask]:
+def _asks() -> list[demo.Ask]:
     """Return every question of the demo, to the base and to every adapter that has an answer to it."""
     import json
 
@@ -241,13 +241,13 @@ def _asks() -> list[line.Ask]:
         row = json.loads(text)
         media = {name: str(DEMO / row[name]) for name in ("image", "audio") if name in row}
         found += [
-            line.Ask(row["kind"], row["prompt"], media, None if voice == "base" else voice, answer)
+            demo.Ask(row["kind"], row["prompt"], media, None if voice == "base" else voice, answer)
             for voice, answer in row["answers"].items()
         ]
     return found
 
 
-def _logits(model: Any, ask: line.Ask) -> Tensor:
+def _logits(model: Any, ask: demo.Ask) -> Tensor:
     return model.logits(ask.prompt, **ask.media, adapter=ask.adapter)  # type: ignore[no-any-return]
 
 

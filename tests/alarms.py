@@ -33,7 +33,7 @@ from trimtab.merging.report import MergeCheck
 from trimtab.process.packages import stack_versions
 from trimtab.stock.unsplit import load_unsplit
 from trimtab.verification.render.report import ParityReport
-from trimtab.verification.routes import alarm_rate as criterion
+from trimtab.verification.routes import alarm_rate
 from trimtab.verification.verify import verify
 
 DEMO = Path(__file__).parent.parent / "trimtab" / "demo"
@@ -369,7 +369,7 @@ def summary(rights: Rows, faults: Rows, routes: Rows, harmed: Rows, demo: Rows) 
     quiet_demo = [row for row in demo if row["fault"] is None]
     harmed_demo = [row for row in demo if row["fault"] is not None]
     return {
-        "versions": stack_versions(), "seed": SEED, "false_alarm_rate": criterion.FALSE_ALARM_RATE, "margin": criterion.MARGIN,
+        "versions": stack_versions(), "seed": SEED, "false_alarm_rate": alarm_rate.FALSE_ALARM_RATE, "margin": alarm_rate.MARGIN,
         "right": {
             "merge_check": _counts(checked, lambda row: row["check"] != "passed"),
             "verify_merged": _counts(judged, lambda row: row["alarm"]),
@@ -378,7 +378,7 @@ def summary(rights: Rows, faults: Rows, routes: Rows, harmed: Rows, demo: Rows) 
             "demo": _counts(quiet_demo, lambda row: row["alarm"]),
             "verdicts": dict(Counter(row["verify"] for row in judged)),
             "largest_share_of_limit": {
-                name: max(row["ratios"][name] for row in [*judged, *routes]) for name in criterion.MEASURES
+                name: max(row["ratios"][name] for row in [*judged, *routes]) for name in alarm_rate.MEASURES
             },
             "weights_slope": [
                 min(row["weights"]["slope"] for row in judged), max(row["weights"]["slope"] for row in judged),

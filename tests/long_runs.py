@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import pico
-from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import kv_cache
 
 SLOW_ON_CPU = (pytest.mark.slow,) if os.environ.get("TRIMTAB_TEST_DEVICE", "cpu") == "cpu" else ()
 # Keys and values shared with earlier layers, towers and windows; positions in three dimensions; none of these. The other families
@@ -61,5 +61,5 @@ REST = [name for name in pico.FAMILIES if name not in FIRST]
 def skip_without_rings(model: Any) -> None:
     """Skip a test of chunks or of steps in kernels: transformers 5.6.2 gives Gemma 4 without shared layers no sliding caches."""
     kinds = getattr(model.hf_model.config.get_text_config(), "layer_types", None) or ()
-    if "sliding_attention" in kinds and not hf_slots.windows(model.hf_model, model.context_tokens):
+    if "sliding_attention" in kinds and not kv_cache.windows(model.hf_model, model.context_tokens):
         pytest.skip("this transformers release keeps the full cache of sliding layers")

@@ -13,7 +13,7 @@ from trimtab import demo
 from trimtab.adapter_names import NAMED, parse_adapter, paths_of, without_demo_name
 from trimtab.adapters.file import read_adapter
 from trimtab.checkpoint.folder import find_folder
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.cli.commands import doctor
 from trimtab.cli.commands.serve import configured, served_models
 from trimtab.demo.demo import NEXT
@@ -74,7 +74,7 @@ def test_a_name_that_the_demo_does_not_have_lists_those_that_it_has():
 
 
 def served(*words: str):
-    return served_models(configured(cli.parser().parse_args(["serve", *words])))
+    return served_models(configured(main.parser().parse_args(["serve", *words])))
 
 
 def test_a_server_of_the_demo_has_its_name_and_knows_its_folders(here):
@@ -96,13 +96,13 @@ def test_a_registry_looks_for_the_folder_beside_itself(here, monkeypatch):
 
 
 def test_the_lists_show_the_demo(capsys):
-    assert cli.main(["adapters", "demo"]) == 0 and cli.main(["models", "demo", "--quick"]) == 0
+    assert main.main(["adapters", "demo"]) == 0 and main.main(["models", "demo", "--quick"]) == 0
     out = capsys.readouterr().out
     assert all(f"adapters/{name} " in out for name in demo.ADAPTERS) and str(demo.BASE) in out
 
 
 def test_a_doctor_examines_the_demos_folders():
-    options = cli.parser().parse_args(["doctor", "demo", "--adapter", "demo/style"])
+    options = main.parser().parse_args(["doctor", "demo", "--adapter", "demo/style"])
     options.adapter_name, options.adapter = doctor._only_adapter(options.adapter)
     doctor._check(options)
     assert (options.model, options.adapter_name, options.adapter) == (str(demo.BASE), "style", STYLE)
@@ -110,10 +110,10 @@ def test_a_doctor_examines_the_demos_folders():
 
 @pytest.mark.parametrize("words", [["pull", "demo"], ["run", "demo", "hi", "--pull", "--revision", "main"]])
 def test_the_demo_is_not_downloaded(words, capsys):
-    assert cli.main(words) == 2 and "is part of trimtab and needs no download" in capsys.readouterr().err
+    assert main.main(words) == 2 and "is part of trimtab and needs no download" in capsys.readouterr().err
 
 
 def test_the_demos_last_lines_are_commands(here):
-    parsed = [cli.parser().parse_args(command.split()[1:]) for command in NEXT]
+    parsed = [main.parser().parse_args(command.split()[1:]) for command in NEXT]
     assert [one.name_of_command for one in parsed] == ["chat", "serve", "merge"]
     assert {one.model for one in parsed} == {"demo"} and {tuple(one.adapter) for one in parsed} == {("demo/style",)}

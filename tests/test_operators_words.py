@@ -10,14 +10,14 @@ import pytest
 
 import trimtab
 from tests.serving import MockPool, client, words
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.doctor.facts.bug import PRESENT, Affected, Bug, Seen
 from trimtab.doctor.probes import runner
 from trimtab.doctor.report import own_verdict
-from trimtab.machine import environment as machine
+from trimtab.machine import environment
 from trimtab.machine.environment import Environment, Gpu, Package
-from trimtab.serve.contract import log as journal
+from trimtab.serve.contract import log
 from trimtab.serve.run import ways_in
 
 HERE = Environment(
@@ -59,22 +59,22 @@ def test_verdict_names_what_stands_in_the_way_and_what_to_do(change, words_of_it
 
 @pytest.fixture
 def one_bug(monkeypatch):
-    monkeypatch.setattr(machine, "read_environment", lambda python=None: replace(HERE, is_other=python is not None))
+    monkeypatch.setattr(environment, "read_environment", lambda python=None: replace(HERE, is_other=python is not None))
     monkeypatch.setattr(runner, "run_probes", lambda **_: (runner.Verdict(BUG, Seen(PRESENT, "seen"), 0.1),))
 
 
 def test_doctor_begins_with_trimtab_and_counts_bugs_as_those_of_others(one_bug, capsys):
-    assert cli.main(["doctor"]) == 0
+    assert main.main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("trimtab 0.2.0 ") and "CPython 3.11.7" in shown.split("\n\n")[1]
     head, last = shown.rstrip().split("\n\n")[-2:]
     assert head.startswith("Known bugs of the other packages here, none of trimtab\n") and "without trimtab" in last
-    assert cli.main(["doctor", "--json"]) == 0
+    assert main.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["trimtab"]["text"] == shown.split("\n\n")[0]
 
 
 def test_another_interpreter_gets_no_verdict_on_trimtab(one_bug, capsys):
-    assert cli.main(["doctor", "--python", "other"]) == 0
+    assert main.main(["doctor", "--python", "other"]) == 0
     assert capsys.readouterr().out.startswith("trimtab doctor\n\nCPython 3.11.7 (another interpreter)")
 
 
@@ -108,9 +108,9 @@ def line_of(monkeypatch):
     """Return a function that posts a chat and returns the log's line about it."""
     logger = logging.getLogger("trimtab")
     before = logger.handlers[:], logger.propagate, logger.level
-    monkeypatch.setenv(journal.FORMAT_VARIABLE, "")
-    monkeypatch.setenv(journal.LEVEL_VARIABLE, "")
-    journal.set_up("json")
+    monkeypatch.setenv(log.FORMAT_VARIABLE, "")
+    monkeypatch.setenv(log.LEVEL_VARIABLE, "")
+    log.set_up("json")
     written = []
     logger.handlers[0].emit = lambda record: written.append(logger.handlers[0].format(record))
 

@@ -17,8 +17,8 @@ from tests.rules import each
 from tools import readme_numbers, rooms
 from tools.house import circles
 from trimtab import errors
-from trimtab.cli import main as cli
-from trimtab.cli.commands import merge_verify as merging
+from trimtab.cli import main
+from trimtab.cli.commands import merge_verify
 from trimtab.cli.flags import flags
 from trimtab.cli.main import ELSEWHERE
 from trimtab.demo.demo import FOLDER as DEMO
@@ -240,7 +240,7 @@ COMMANDS = list(commands())
 
 @each("place, command", COMMANDS, where=lambda item: item[0])
 def test_commands_in_the_docs_can_be_parsed(place, command):
-    options = cli.parser().parse_args(shlex.split(command)[1:])
+    options = main.parser().parse_args(shlex.split(command)[1:])
     if options.name in ("plan", "run") and getattr(options, "device_map", None) is None:
         flags.load_request(options)
 
@@ -255,7 +255,7 @@ def test_examples_are_found_in_the_docs():
 
 @cache
 def flags_of_the_parser():
-    commands = next(action for action in cli.parser()._actions if action.dest == "name").choices.values()
+    commands = next(action for action in main.parser()._actions if action.dest == "name").choices.values()
     return {flag for command in commands for action in command._actions for flag in action.option_strings}
 
 
@@ -315,7 +315,7 @@ def test_the_exit_codes_in_the_docs_are_the_tables():
     assert [code for code, words in exit_codes.EXIT_TEXTS.items() if not plain[code].startswith(words)] == []
     told = set(rows)
     assert told == {
-        0, merging.DIFFERS, EXIT_CANNOT_TELL, *(code for _, code in exit_codes.EXIT_CODES), cli.STOPPED, cli.READER_GONE,
+        0, merge_verify.DIFFERS, EXIT_CANNOT_TELL, *(code for _, code in exit_codes.EXIT_CODES), main.STOPPED, main.READER_GONE,
         exit_codes.UNFINISHED, *interrupts.ENDING.values(),
     }  # fmt: skip
 

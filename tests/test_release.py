@@ -15,7 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import trimtab
-from trimtab.cli import main as cli
+from trimtab.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_WHEEL_BYTES = 25_000_000
@@ -61,7 +61,7 @@ def test_bug_template_asks_for_the_doctors_report_and_options_that_exist():
 
 
 def doctor_parser():
-    commands = next(action for action in cli.parser()._actions if action.dest == "name" and action.choices)
+    commands = next(action for action in main.parser()._actions if action.dest == "name" and action.choices)
     return commands.choices["doctor"]
 
 

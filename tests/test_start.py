@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.demo.demo import FOLDER
 from trimtab.errors import RequestError
 from trimtab.process import before_torch
@@ -164,10 +164,10 @@ def test_a_command_imports_no_other_command():
     )
 
 
-@pytest.mark.parametrize("file", cli.FILES)
+@pytest.mark.parametrize("file", main.FILES)
 def test_a_command_alone_is_read_as_among_all(file):
-    (every,) = (action for action in cli.parser()._actions if action.dest == "name")
-    assert [*every.choices] == [name for names in cli.FILES.values() for name in names]
-    for name in cli.FILES[file]:
-        (own,) = (action for action in cli.parser([name])._actions if action.dest == "name")
+    (every,) = (action for action in main.parser()._actions if action.dest == "name")
+    assert [*every.choices] == [name for names in main.FILES.values() for name in names]
+    for name in main.FILES[file]:
+        (own,) = (action for action in main.parser([name])._actions if action.dest == "name")
         assert own.choices[name].format_help() == every.choices[name].format_help()

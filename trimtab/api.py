@@ -214,7 +214,7 @@ def _planned(
     request: LoadRequest, *, later: Mapping[str, str] | None, inputs: PlanInputs, is_advised: bool, media: ServedMedia | None
 ) -> Plan:  # fmt: skip
     """Return the plan of a request, as `plan_request` does. Its errors consider only this card."""
-    from trimtab.machine import machine_cache as known
+    from trimtab.machine import machine_cache
     from trimtab.machine.memory import disk_free_bytes, host_available_bytes, process_bytes
 
     phases.begin("reading the model")
@@ -230,14 +230,14 @@ def _planned(
     request = replace(request, quant=resolve_quant(request.quant, checkpoint))
     given = request
     bytes_now = process_bytes() if inputs.process_bytes is None else inputs.process_bytes
-    bytes_before = None if known.torch_is_loaded() else bytes_now
+    bytes_before = None if machine_cache.torch_is_loaded() else bytes_now
     card = None if request.card is None else find_card(request.card)
     here = inputs.machines.get((request.device, request.card))
     if card is not None:
         check_budget(card, request.gpu_memory_bytes)
         here = here or (machine_of(card, host_available_bytes=host_available_bytes()), rates_of(card))
     elif here is None:
-        here = known.find_machine(request.device, bytes_now)
+        here = machine_cache.find_machine(request.device, bytes_now)
     dtype_reason, model_type = "", str(checkpoint.config.get("model_type", ""))
     if given.dtype == "auto":
         dtype, dtype_reason = choose_dtype(model_type, here[0].capability if here else _capability(request.device))
@@ -262,13 +262,13 @@ def _planned(
         head_refused = head_change(specs, anatomy)
         small = replace(request, head="int8")
         if not head_refused:
-            head_refused = known.find_refusal(checkpoint, small, keeps_16bit=narrow) or ""
+            head_refused = machine_cache.find_refusal(checkpoint, small, keeps_16bit=narrow) or ""
         try:
             if not head_refused:
                 head8 = anatomy_for(checkpoint, small, inputs, keeps_16bit=narrow)
         except RequestError as exc:
             head_refused = str(exc).splitlines()[0]
-            known.keep_refusal(checkpoint, small, head_refused, keeps_16bit=narrow)
+            machine_cache.keep_refusal(checkpoint, small, head_refused, keeps_16bit=narrow)
     phases.begin("planning")
     disk_bytes = disk_free_bytes(request.offload_dir)
     held = 0 if later is None else held_bytes(every.values())
@@ -327,28 +327,28 @@ def anatomy_for(
 ) -> Anatomy:  # fmt: skip
     """Return the anatomy of a checkpoint: from the cache of this or an earlier process, or from the model's probe. has_tree: make
     the module tree also where the anatomy is cached: a load takes it, and a process that is measured next has it."""
-    from trimtab.machine import machine_cache as anatomies
+    from trimtab.machine import machine_cache
 
     key = anatomy_key(request, keeps_16bit=keeps_16bit)
     if key in inputs.anatomies:
         return inputs.anatomies[key]
-    anatomy = anatomies.find_anatomy(checkpoint, request, keeps_16bit=keeps_16bit)
+    anatomy = machine_cache.find_anatomy(checkpoint, request, keeps_16bit=keeps_16bit)
     if anatomy is None and request.keep_unquantized:
-        whole = anatomies.find_anatomy(checkpoint, replace(request, keep_unquantized=()), keeps_16bit=keeps_16bit)
+        whole = machine_cache.find_anatomy(checkpoint, replace(request, keep_unquantized=()), keeps_16bit=keeps_16bit)
         if whole is not None:  # it has the same modules: a mistake is known before torch is imported
             check_keep(request.keep_unquantized, whole.rows)
     if anatomy is None or has_tree:
         phases.begin_imports()
-        from trimtab.engine.loader import transformers_model as hf
+        from trimtab.engine.loader import transformers_model
 
         phases.begin("reading the model")
-        probe = inputs.probe = inputs.probe or hf.probe(checkpoint, request.dtype)
+        probe = inputs.probe = inputs.probe or transformers_model.probe(checkpoint, request.dtype)
         if anatomy is None:
-            anatomy = hf.anatomy_of(
+            anatomy = transformers_model.anatomy_of(
                 probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head,
                 keeps_16bit=keeps_16bit, experts=request.experts,
             )  # fmt: skip
-            anatomies.keep_anatomy(checkpoint, request, anatomy, compares_values=probe.compares_values, keeps_16bit=keeps_16bit)
+            machine_cache.keep_anatomy(checkpoint, request, anatomy, compares_values=probe.compares_values, keeps_16bit=keeps_16bit)
     inputs.anatomies[key] = anatomy
     return anatomy
 
@@ -361,12 +361,12 @@ def _ask_machine(request: LoadRequest, bytes_before: int | None) -> tuple[Machin
 
     import trimtab.engine.model  # noqa: F401  # so that the process has what loading imports (`read_machine`)
     from trimtab.engine.memory import rates as devices
-    from trimtab.machine import machine_cache as known
+    from trimtab.machine import machine_cache
 
     phases.begin("measuring the machine")
     machine = devices.read_machine(request.device, budget_bytes=request.gpu_memory_bytes)
     if bytes_before is not None:
-        known.remember(machine, bytes_before=bytes_before, threads=torch.get_num_threads())
+        machine_cache.remember(machine, bytes_before=bytes_before, threads=torch.get_num_threads())
     return machine, devices.measure_rates(machine.execution_device)
 
 

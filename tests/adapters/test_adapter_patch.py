@@ -11,7 +11,7 @@ import trimtab
 from trimtab.adapters.file import read_adapter
 from trimtab.adapters.patch import short_pattern
 from trimtab.checkpoint.headers import read_header
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.errors import RequestError
 
 DEMO = Path(trimtab.__file__).parent / "demo"
@@ -31,7 +31,7 @@ def test_pattern_that_would_fit_another_module_is_spelled_out():
 
 
 def patched(adapter, tmp_path, capsys):
-    assert cli.main(["inspect", str(adapter), "--model", str(BASE), "--patched", str(tmp_path / "out"), "--json"]) == 0
+    assert main.main(["inspect", str(adapter), "--model", str(BASE), "--patched", str(tmp_path / "out"), "--json"]) == 0
     return json.loads(capsys.readouterr().out)["patched"]
 
 
@@ -79,9 +79,9 @@ def test_stock_peft_takes_the_patched_copy_and_fills_every_target(tmp_path, caps
 
 def test_folder_that_is_there_and_a_missing_model_are_refused(tmp_path, capsys):
     source = str(DEMO / "adapters" / "style")
-    assert cli.main(["inspect", source, "--patched", str(tmp_path / "out")]) == 2
+    assert main.main(["inspect", source, "--patched", str(tmp_path / "out")]) == 2
     assert "--model" in capsys.readouterr().err
-    assert cli.main(["inspect", source, "--model", str(BASE), "--patched", str(tmp_path)]) == 2
+    assert main.main(["inspect", source, "--model", str(BASE), "--patched", str(tmp_path)]) == 2
     assert "exists already" in capsys.readouterr().err
 
 

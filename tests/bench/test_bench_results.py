@@ -17,8 +17,7 @@ from tests.planning.values.test_execution import ADAPTER, E4B, GIB, H200, card
 from tools import readme_numbers
 from trimtab.planning import make_plan
 from trimtab.request import LoadRequest
-from trimtab.verification.server import choosing
-from trimtab.verification.server import verify as verify_remote
+from trimtab.verification.server import choosing, verify
 from trimtab.verification.server.faults import write_faults
 from trimtab.verification.server.report import MEASURED
 
@@ -95,7 +94,7 @@ def test_cases_that_are_there_are_judged_and_not_computed_again(tmp_path, monkey
     (tmp_path / "numbers").mkdir()
     (tmp_path / "numbers" / "none-style-right.json").write_text(json.dumps([{"case": case, "judged": judged}]), "utf-8")
     for name in ("open_reference", "choose", "candidates", "write_faults"):
-        monkeypatch.setattr(verify_remote, name, getattr(verify_remote, name))
+        monkeypatch.setattr(verify, name, getattr(verify, name))
     proof = alive.Proof(tmp_path / "work", None, tmp_path / "numbers")
     assert proof.run([("none", "style")], with_faults=False)["summary"]["right_words"] == {"alive": 1}
     assert not proof.local  # no model was loaded
@@ -112,8 +111,8 @@ def test_a_fault_counts_as_right_only_under_its_own_name():
 def test_a_smaller_run_raises_no_false_alarm_and_names_its_faults(tmp_path, monkeypatch):
     monkeypatch.setattr(choosing, "GENERATED", 8)
     for name in ("open_reference", "choose", "candidates", "judge"):  # a run puts its own in their places
-        monkeypatch.setattr(verify_remote, name, getattr(verify_remote, name))
-    monkeypatch.setattr(verify_remote, "write_faults", write_faults)
+        monkeypatch.setattr(verify, name, getattr(verify, name))
+    monkeypatch.setattr(verify, "write_faults", write_faults)
     with torch.no_grad():
         result = alive.Proof(tmp_path, tmp_path / "alive.json").run([("none", alive.PATTERNED)])
     summary = result["summary"]

@@ -15,8 +15,7 @@ from tests.planning.plan.test_picture import check_labels
 from tests.planning.test_planner import plan
 from tests.raised import refused
 from trimtab.benchmark import bench as benching
-from trimtab.benchmark import chart as picture
-from trimtab.benchmark import stats as figures
+from trimtab.benchmark import chart, stats
 from trimtab.benchmark.bench import BenchRequest, bench
 from trimtab.benchmark.chart import draw
 from trimtab.benchmark.report import check_save_path
@@ -88,26 +87,26 @@ def asked(**more):
 def test_figures_of_a_run_pool_the_gaps_of_all_prompts():
     line = ran(ms=10.0) | {"expert_hits": 0.375}
     line["answers"].append({"id": "b", "token_ids": [1, 2], "first_ms": 50.0, "gaps_ms": [50.0], "cpu_ms": 3.0})
-    assert figures.run_figures(line) == {
+    assert stats.run_figures(line) == {
         "load_s": 2.0, "first_token_ms": 40.0, "decode_tok_s": 50.0, "between_p50_ms": 10.0, "between_p99_ms": 50.0, "cpu_ms": 3.0,
         "device_peak_gib": 2.0, "host_peak_gib": 1.0, "expert_hits_pct": 37.5,
     }  # fmt: skip
 
 
 def test_a_peak_that_is_not_known_is_no_figure():
-    assert "host_peak_gib" not in figures.run_figures(ran(host=0))
+    assert "host_peak_gib" not in stats.run_figures(ran(host=0))
 
 
 @given(numbers, st.floats(0.01, 1.0))
 def test_a_percentile_is_the_least_value_that_enough_values_do_not_exceed(values, share):
-    found = figures.percentile(values, share)
+    found = stats.percentile(values, share)
     assert found in values and sum(value <= found for value in values) >= share * len(values) - 1e-9
     assert sum(value < found for value in values) < share * len(values)
 
 
 @given(st.lists(st.integers(0, 3), max_size=8), st.lists(st.integers(0, 3), max_size=8))
 def test_where_answers_part_they_are_equal_before_and_not_there(a, b):
-    place = figures.first_difference(a, b)
+    place = stats.first_difference(a, b)
     if place is None:
         assert a == b
     else:
@@ -116,9 +115,9 @@ def test_where_answers_part_they_are_equal_before_and_not_there(a, b):
 
 @given(numbers)
 def test_a_spread_holds_its_median(values):
-    found = figures.spread(values)
+    found = stats.spread(values)
     assert found.least <= found.median <= found.most and found.count == len(values)
-    assert figures.spread([]) is None
+    assert stats.spread([]) is None
 
 
 # The runs
@@ -257,21 +256,21 @@ def test_a_place_that_cannot_be_written_is_refused_before_a_run(tmp_path):
 
 def test_a_bar_is_the_median_its_whisker_the_spread_and_the_line_the_limit(world):
     world.says = lambda name, run: ran(ms=[1.0, 2.0, 4.0][run])
-    shapes, _ = picture.layout(bench(asked()))
-    bars = [s for s in shapes if isinstance(s, Box) and s.fill == picture.COLORS["trimtab"]]
+    shapes, _ = chart.layout(bench(asked()))
+    bars = [s for s in shapes if isinstance(s, Box) and s.fill == chart.COLORS["trimtab"]]
     lines = [s for s in shapes if isinstance(s, Stroke)]
     decode = next(bar for bar in bars if any(line.top < bar.top < line.bottom for line in lines))
     line = next(line for line in lines if line.top < decode.top < line.bottom)
     # 500 tok/s of a limit of 1000
     assert decode.width / (line.left - decode.left) == pytest.approx(500 / 1000)
-    whisker = next(s for s in shapes if isinstance(s, Box) and s.fill == picture.INK and decode.top < s.top < line.bottom)
+    whisker = next(s for s in shapes if isinstance(s, Box) and s.fill == chart.INK and decode.top < s.top < line.bottom)
     assert whisker.left - decode.left == pytest.approx(decode.width / 2)
     assert whisker.left + whisker.width == pytest.approx(decode.left + 2 * decode.width)
 
 
 def test_labels_stay_on_the_page_and_off_each_other(world):
     world.says = failing(DeviceError("out of memory " * 20, device="cuda:0"), "trimtab", run=2)
-    shapes, height = picture.layout(bench(asked()))
+    shapes, height = chart.layout(bench(asked()))
     check_labels(shapes, height, letter=0.55)
     boxes = [shape for shape in shapes if isinstance(shape, Box)]
     assert all(box.left >= 0 and box.left + box.width <= WIDTH for box in boxes)
@@ -284,7 +283,7 @@ def test_a_picture_is_the_same_every_time_and_says_every_figure(world, tmp_path)
     text = (tmp_path / "a.svg").read_bytes()
     assert text == (tmp_path / "b.svg").read_bytes()
     words = {element.text for element in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")}
-    shown = [one for one in figures.FIGURES if one[0] in found.ours.spreads]
-    assert len(shown) > 6 and {f"{figures.NAMES[name]}, {unit}" for name, unit, _ in shown} <= words
+    shown = [one for one in stats.FIGURES if one[0] in found.ours.spreads]
+    assert len(shown) > 6 and {f"{stats.NAMES[name]}, {unit}" for name, unit, _ in shown} <= words
     with pytest.raises(RequestError):
         draw(found, tmp_path / "a.png")

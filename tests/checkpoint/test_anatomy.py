@@ -18,7 +18,7 @@ from tests.raised import refused
 from trimtab.adapters.adapter import match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.loader import transformers_model
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def e2b(tmp_path_factory):
 
 
 def anatomy_of(folder: Path, quant: str = "nf4-dq", **options: Any) -> Anatomy:
-    return hf.read_anatomy(read_checkpoint(folder), quant=quant, dtype="bfloat16", **options)
+    return transformers_model.read_anatomy(read_checkpoint(folder), quant=quant, dtype="bfloat16", **options)
 
 
 def config_only(folder: Path, config: Any, architecture: str) -> Anatomy:

@@ -27,7 +27,7 @@ from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.unreadable import first_missing, path_hint
 from trimtab.cli.main import main
 from trimtab.engine.chat.media import read_image
-from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.loader import transformers_model
 from trimtab.engine.tiers.streaming import Spill
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError
 from trimtab.process.json_file import KINDS
@@ -61,7 +61,9 @@ def refusal(folder: Path) -> CheckpointError:
 @pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch):
     """Fail where transformers is asked to make a config of the file."""
-    monkeypatch.setattr(hf.transformers.AutoConfig, "from_pretrained", lambda *args, **options: pytest.fail("built"))
+    monkeypatch.setattr(
+        transformers_model.transformers.AutoConfig, "from_pretrained", lambda *args, **options: pytest.fail("built")
+    )
 
 
 @pytest.mark.parametrize("value", [10**9, 10**30, 1e30])
@@ -145,15 +147,15 @@ def test_a_mixture_of_no_experts_is_refused(tmp_path: Path, family: str, field: 
 
 
 def test_experts_as_modules_are_bounded_while_they_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hf, "MOST_MODULES", 100)
+    monkeypatch.setattr(transformers_model, "MOST_MODULES", 100)
     assert "more than 100 modules" in str(refusal(changed("llama", tmp_path / "m", "num_hidden_layers", 40, bare=True)))
 
 
 def test_buffers_are_bounded_before_their_memory_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = changed("qwen3_moe", tmp_path / "m", "head_dim", 2**20, bare=True)  # 2 MiB of rotary frequencies, twice
-    monkeypatch.setattr(hf, "MOST_BUFFER_BYTES", 3 * 2**20)
+    monkeypatch.setattr(transformers_model, "MOST_BUFFER_BYTES", 3 * 2**20)
     assert "more than 3145728 bytes of buffers" in str(refusal(folder))
-    monkeypatch.setattr(hf, "MOST_BUFFER_BYTES", 5 * 2**20)
+    monkeypatch.setattr(transformers_model, "MOST_BUFFER_BYTES", 5 * 2**20)
     with pytest.raises(DoesNotFitError):  # which knows the model
         trimtab.plan(folder, device="cpu", host_memory="1GiB")
 

@@ -16,8 +16,8 @@ import torch
 import trimtab
 from tests.raised import raised, refused
 from trimtab import errors
-from trimtab.cli import main as cli
-from trimtab.cli.commands import plan_run as commands
+from trimtab.cli import main
+from trimtab.cli.commands import plan_run
 from trimtab.cli.commands.plan_run import adapter_document
 from trimtab.cli.flags import flags
 from trimtab.demo import demo as line
@@ -65,7 +65,7 @@ def asks(world, capsys):
 
     def ask(name, *arguments, model=world / "base"):
         placement = ["--context", "128", "--device", "cpu"] if not str(model).endswith(".json") else []
-        return (cli.main([name, str(model), *placement, *map(str, arguments)]), *capsys.readouterr())
+        return (main.main([name, str(model), *placement, *map(str, arguments)]), *capsys.readouterr())
 
     return ask
 
@@ -108,7 +108,7 @@ def test_help_imports_neither_torch_nor_transformers():
 
 
 def test_the_version_is_the_packages(capsys):
-    error = raised(SystemExit, cli.main, ["--version"])
+    error = raised(SystemExit, main.main, ["--version"])
     assert (error.code, capsys.readouterr().out) == (0, f"trimtab {trimtab.__version__}\n")
 
 
@@ -124,26 +124,26 @@ def test_every_error_class_has_an_exit_code_of_its_own():
 
 @pytest.mark.parametrize(("error", "code", "fields"), ERRORS)
 def test_an_error_is_one_line_on_stderr_with_its_code_or_an_object_on_stdout(error, code, fields, monkeypatch, capsys):
-    monkeypatch.setattr(commands, "run_inspect", failing(error))
-    assert cli.main(["inspect", "a"]) == code
+    monkeypatch.setattr(plan_run, "run_inspect", failing(error))
+    assert main.main(["inspect", "a"]) == code
     assert capsys.readouterr() == ("", f"trimtab: {error}\n")
-    assert cli.main(["inspect", "a", "--json"]) == code
+    assert main.main(["inspect", "a", "--json"]) == code
     out, err = capsys.readouterr()
     found = {"class": type(error).__name__, "message": str(error), "fields": fields | {"hint": ""}}
     assert (json.loads(out), err) == ({"error": found}, "")
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(commands, "run_inspect", failing(ZeroDivisionError()))
+    monkeypatch.setattr(plan_run, "run_inspect", failing(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
-        cli.main(["inspect", "a"])
+        main.main(["inspect", "a"])
 
 
 def test_a_reader_that_went_away_is_not_a_traceback(tmp_path, monkeypatch):
     with (tmp_path / "out").open("w") as out:
         monkeypatch.setattr(sys, "stdout", out)
-        monkeypatch.setattr(commands, "run_inspect", failing(BrokenPipeError()))
-        assert cli.main(["inspect", "a"]) == cli.READER_GONE
+        monkeypatch.setattr(plan_run, "run_inspect", failing(BrokenPipeError()))
+        assert main.main(["inspect", "a"]) == main.READER_GONE
 
 
 @pytest.mark.parametrize(("arguments", "code"), [
@@ -153,7 +153,7 @@ def test_a_reader_that_went_away_is_not_a_traceback(tmp_path, monkeypatch):
     (["run", "{base}", "hi", "--image", "{tmp}/missing.png"], 2),
 ])  # fmt: skip
 def test_exit_codes_of_real_failures(arguments, code, world, tmp_path, capsys):
-    assert cli.main([text.format(tmp=tmp_path, base=world / "base") for text in arguments]) == code
+    assert main.main([text.format(tmp=tmp_path, base=world / "base") for text in arguments]) == code
     assert capsys.readouterr().err.startswith("trimtab: ")
 
 
@@ -161,12 +161,12 @@ def test_exit_codes_of_real_failures(arguments, code, world, tmp_path, capsys):
 
 
 def request_of(*arguments, **counted):
-    return flags.load_request(cli.parser().parse_args(["plan", "m", *arguments]), **counted)
+    return flags.load_request(main.parser().parse_args(["plan", "m", *arguments]), **counted)
 
 
 @pytest.mark.parametrize(("given", "field"), [([""], "PROMPT"), (["  "], "PROMPT"), (["Hello", "--top-k", "5"], "top_k")])
 def test_an_empty_prompt_or_an_option_without_effect_is_refused_before_anything_is_read(given, field, capsys):
-    assert cli.main(["run", "/no/such/model", *given, "--json"]) == 2
+    assert main.main(["run", "/no/such/model", *given, "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == field
 
 
@@ -283,14 +283,14 @@ def test_plan_for_less_than_the_least_says_what_would_do(asks):
 
 
 def test_inspect_counts_the_file_alone(world, capsys):
-    assert cli.main(["inspect", str(world / "adapters" / "specialist")]) == 0
+    assert main.main(["inspect", str(world / "adapters" / "specialist")]) == 0
     out = capsys.readouterr().out
     assert "holds     150 tensors, 2.2 MiB (150 in float32)" in out and "config    r 16, lora_alpha 32" in out
     assert [line.split() for line in out.splitlines()[-3:]] == [["audio", "12"], ["language", "96"], ["vision", "42"]]
 
 
 def test_inspect_with_a_model_says_what_is_applied(world, capsys):
-    assert cli.main(["inspect", str(world / "adapters" / "specialist"), "--model", str(world / "base")]) == 0
+    assert main.main(["inspect", str(world / "adapters" / "specialist"), "--model", str(world / "base")]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "applied to 75 modules: 27 linears inside a wrapper, 48 linears; 2.2 MiB on the device" in out
     assert "ranks 16 (75); scales 2 (75)" in out
@@ -298,7 +298,7 @@ def test_inspect_with_a_model_says_what_is_applied(world, capsys):
 
 def test_inspect_json_is_the_librarys_report(world, capsys):
     arguments = [str(world / "adapters" / "style"), "--model", str(world / "base")]
-    assert cli.main(["inspect", *arguments, "--json"]) == 0
+    assert main.main(["inspect", *arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == trimtab.inspect(arguments[0], model=arguments[2])
 
 
@@ -407,12 +407,12 @@ def test_a_placement_flag_on_a_saved_plan_has_no_effect_and_is_refused(asks, tmp
 def test_sampling_flags_reach_the_request():
     given = {"max-new-tokens": 3, "temperature": 0.5, "top-k": 4, "top-p": 0.9, "min-p": 0.1, "repetition-penalty": 1.2, "seed": 7}
     typed = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    options = cli.parser().parse_args(["run", "m", "p", *typed, "--stop", "a", "--stop", "b"])
+    options = main.parser().parse_args(["run", "m", "p", *typed, "--stop", "a", "--stop", "b"])
     assert flags.sampling_options(options) == {
         "max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2,
         "seed": 7, "stop": ("a", "b"),
     }  # fmt: skip
-    assert flags.sampling_options(cli.parser().parse_args(["run", "m", "p"])) == {}
+    assert flags.sampling_options(main.parser().parse_args(["run", "m", "p"])) == {}
 
 
 def test_stopped_while_answering_it_keeps_what_came_and_closes_the_model(asks, monkeypatch):
@@ -512,7 +512,7 @@ def demo_that_is_off(monkeypatch, apart):
 
 def test_a_demo_that_differs_ends_with_the_parity_code(monkeypatch, capsys):
     demo_that_is_off(monkeypatch, 25.0)
-    assert cli.main(["demo", "--json"]) == 7
+    assert main.main(["demo", "--json"]) == 7
     error = json.loads(capsys.readouterr().out)["error"]
     assert (error["class"], error["fields"]["position"]) == ("ParityError", 0)
     assert error["fields"]["max_abs"] == pytest.approx(25.0) and 0.2 < error["fields"]["tolerance"] < 25
@@ -520,7 +520,7 @@ def test_a_demo_that_differs_ends_with_the_parity_code(monkeypatch, capsys):
 
 def test_a_demo_whose_last_bits_differ_is_the_same_within_noise(monkeypatch, capsys):
     demo_that_is_off(monkeypatch, 0.25)
-    assert cli.main(["demo", "--json"]) == 0
+    assert main.main(["demo", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["same"], report["verdict"], report["max_abs"]) == (False, "same within noise", 0.25)
     assert report["noise"]["false_alarm_rate"] == 1e-4 and report["noise"]["draws"] == 8
@@ -539,23 +539,23 @@ def test_compare_is_zero_only_for_the_same_bits(dtype):
 def test_every_command_reads_an_adapter_the_same_way(command, capsys):
     rest = {"run": ["hi"], "merge": ["out"]}.get(command, [])
     for text, words in (("x (2)", "Add a name: NAME=x (2)"), ("=x", "NAME=PATH"), ("a=law:nan", "finite")):
-        assert cli.main([command, "no/model", *rest, "--adapter", text]) == 2
+        assert main.main([command, "no/model", *rest, "--adapter", text]) == 2
         err = capsys.readouterr().err
         assert words in err and "--adapter" in err
     if command not in ("merge", "run", "serve"):  # which read the weight: the model is missing there
-        assert cli.main([command, "no/model", *rest, "--adapter", "a=law:0.5"]) == 2
+        assert main.main([command, "no/model", *rest, "--adapter", "a=law:0.5"]) == 2
         assert "the weight 0.5 has no effect here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["plan", "run", "verify", "bench", "merge"])
 def test_every_command_reads_sizes_and_types_the_same_way(command, capsys):
     rest = {"run": ["hi"], "merge": ["out", "--check", "--adapter", "b=y"]}.get(command, [])
-    assert cli.main([command, "no/model", *rest, "--gpu-memory", "4"]) == 2
+    assert main.main([command, "no/model", *rest, "--gpu-memory", "4"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("trimtab: --gpu-memory 4: needs a unit") and "Did you mean 4GiB?" in err
-    assert cli.main([command, "no/model", *rest, "--dtype", "bf17"]) == 2
+    assert main.main([command, "no/model", *rest, "--dtype", "bf17"]) == 2
     assert capsys.readouterr().err.startswith("trimtab: --dtype bf17: unknown choice")
-    assert cli.main([command, "no/model", *rest, "--dtype", "bf16", "--adapter", "a=x"]) == 3
+    assert main.main([command, "no/model", *rest, "--dtype", "bf16", "--adapter", "a=x"]) == 3
 
 
 @pytest.mark.parametrize("command", ["run", "bench", "verify", "serve"])
@@ -563,7 +563,7 @@ def test_every_command_that_loads_takes_a_budget_or_a_plan(command, tmp_path, ca
     (tmp_path / "plan.json").write_text("{}", encoding="utf-8")
     rest = ["hi"] if command == "run" else []
     for flag, value in (("--gpu-memory", "4G"), ("--host-memory", "4G"), ("--device", "cpu"), ("--dtype", "fp16")):
-        assert cli.main([command, str(tmp_path / "plan.json"), *rest, flag, value]) == 2
+        assert main.main([command, str(tmp_path / "plan.json"), *rest, flag, value]) == 2
         assert f"{flag}: has no effect on a saved plan" in capsys.readouterr().err
 
 
@@ -572,28 +572,28 @@ def test_every_command_that_loads_takes_a_budget_or_a_plan(command, tmp_path, ca
     (["plan", "{base}", "--adapter", "no/such"], None), (["merge", "{base}", "no/such/out", "--adapter", "{style}"], "out"),
 ])  # fmt: skip
 def test_what_can_be_known_beforehand_is_found_before_anything_is_read(arguments, field, world, monkeypatch, capsys):
-    from trimtab.doctor.probes import runner as probes
-    from trimtab.engine.loader import transformers_model as hf
+    from trimtab.doctor.probes import runner
+    from trimtab.engine.loader import transformers_model
 
-    for owner, name in ((hf, "probe"), (probes, "run_probes")):
+    for owner, name in ((transformers_model, "probe"), (runner, "run_probes")):
         monkeypatch.setattr(owner, name, failing(AssertionError("the work has begun")))
     filled = [text.format(base=world / "base", style=world / "adapters" / "style") for text in arguments]
-    assert cli.main([*filled, "--json"]) == (2 if field else 3)
+    assert main.main([*filled, "--json"]) == (2 if field else 3)
     assert json.loads(capsys.readouterr().out)["error"]["fields"].get("field") == field
 
 
 def test_five_mismatches_are_shown_with_their_count_and_all_with_json(world, monkeypatch, capsys):
     error = AdapterError(str(world / "adapters" / "style"), [f"problem {number}" for number in range(96)])
-    monkeypatch.setattr(commands, "run_inspect", failing(error))
-    assert cli.main(["inspect", "a"]) == 5
+    monkeypatch.setattr(plan_run, "run_inspect", failing(error))
+    assert main.main(["inspect", "a"]) == 5
     err = capsys.readouterr().err
     assert err.count("  - problem") == 5 and "and 91 more (--json has all)" in err and "96 problems" in err
-    assert cli.main(["inspect", "a", "--json"]) == 5
+    assert main.main(["inspect", "a", "--json"]) == 5
     assert len(json.loads(capsys.readouterr().out)["error"]["fields"]["problems"]) == 96
 
 
 def test_a_word_that_is_not_utf8_is_one_line(capsys):
-    assert cli.main(["run", "model", "caf\udce9"]) == 2
+    assert main.main(["run", "model", "caf\udce9"]) == 2
     assert capsys.readouterr().err == "trimtab: command line='caf\\\\udce9': is not UTF-8 text\n"
 
 
@@ -620,10 +620,10 @@ def test_the_plan_chooses_head_and_dtype_where_the_help_says_so(arguments, chose
         raise RequestError("looked at", field="model")
 
     monkeypatch.setattr(flags, "LoadRequest", request)
-    assert cli.main([str(paths.get(argument, argument)) for argument in arguments]) == 2
+    assert main.main([str(paths.get(argument, argument)) for argument in arguments]) == 2
     assert asked == [(chosen, chosen)]
     with pytest.raises(SystemExit):
-        cli.main([arguments[0], "--help"])
+        main.main([arguments[0], "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert ("bfloat16; the plan decides on GPUs without it" in shown) == (chosen == "auto")
     if "--head FORM" in shown:

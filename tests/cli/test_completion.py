@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from trimtab.cli import main as cli
+from trimtab.cli import main
 
 DOCS = ROOT / "docs" / "command-line.md"
 INTERACTIVE = {"bash": ["--norc", "--noprofile", "-i"], "zsh": ["-f", "-i"]}
@@ -47,7 +47,7 @@ def folder(tmp_path, request):
 
 def environment(folder):
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    root = str(Path(cli.__file__).parent.parent)
+    root = str(Path(main.__file__).parent.parent)
     return {**os.environ, "PATH": path, "PYTHONPATH": root, "HOME": str(folder), "TERM": "dumb", "PS1": "> "}
 
 
@@ -126,7 +126,7 @@ def test_the_docs_say_how_each_script_is_sourced(shell):
 
 @pytest.mark.parametrize("shell", SOURCES)
 def test_a_script_has_no_error_for_its_shell(shell, tmp_path, capsys):
-    assert cli.main(["completion", shell]) == 0
+    assert main.main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert "prefix-cache" in script and "adapters" in script
     if shutil.which(shell) is None:

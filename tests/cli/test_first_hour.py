@@ -23,7 +23,7 @@ from trimtab.adapters.match import match_adapter
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.unreadable import address_hint
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.cli.commands.prompts_file import Doubts, read_prompts
 from trimtab.cli.main import ELSEWHERE
 from trimtab.errors import AdapterError, CheckpointError, RequestError
@@ -41,7 +41,7 @@ def ask(capsys):
     """Run a command; return (exit code, stdout, stderr)."""
 
     def run(*arguments):
-        return (cli.main([str(one) for one in arguments]), *capsys.readouterr())
+        return (main.main([str(one) for one in arguments]), *capsys.readouterr())
 
     return run
 
@@ -329,7 +329,7 @@ def test_a_mistyped_flag_is_one_json_object_too(ask):
 
 
 def test_every_flag_of_another_program_leads_to_one_of_ours():
-    commands = next(one for one in cli.parser()._actions if one.dest == "name").choices
+    commands = next(one for one in main.parser()._actions if one.dest == "name").choices
     ours = {word for command in commands.values() for action in command._actions
             for word in (*action.option_strings, action.metavar)}  # fmt: skip
     assert set(" ".join(ELSEWHERE.values()).split()) <= ours
@@ -344,7 +344,7 @@ def test_help_and_version_are_commands_too(given, as_if, capsys):
     outputs = []
     for arguments in (given, as_if):
         with pytest.raises(SystemExit) as caught:
-            cli.main(arguments)
+            main.main(arguments)
         outputs.append((caught.value.code, capsys.readouterr().out))
     assert outputs[0] == outputs[1] and outputs[0][0] == 0 and "trimtab" in outputs[0][1]
 
@@ -354,9 +354,9 @@ def test_help_and_version_are_commands_too(given, as_if, capsys):
 def test_help_keeps_to_the_columns_of_its_terminal(command, width, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     with pytest.raises(SystemExit):
-        cli.main([*command, "--help"])
+        main.main([*command, "--help"])
     out = capsys.readouterr().out
-    examples = [f"  trimtab {command[0]} {words}".rstrip() for words in cli.EXAMPLES[command[0]]] if command else []
+    examples = [f"  trimtab {command[0]} {words}".rstrip() for words in main.EXAMPLES[command[0]]] if command else []
     assert set(examples) <= set(out.splitlines())  # to be copied: never wrapped
     assert max(len(line) for line in out.splitlines() if line not in examples) <= width
     assert bool(command) or re.search(r"\n  10   a step is done, .*(\n {7}.*)?be\s+done\n", out)
@@ -392,12 +392,12 @@ def test_a_call_takes_k_as_the_flag_does():
 
 @pytest.mark.parametrize("words", [["--color"], ["--color", "plan", "base"], ["plan", "base", "--color"]])
 def test_color_without_a_value_names_the_values(words, capsys):
-    assert cli.main(words) == 2
+    assert main.main(words) == 2
     assert "argument --color: expected one argument of auto, always, never" in capsys.readouterr().err
 
 
 def test_every_number_of_tokens_takes_k():
-    commands = next(one for one in cli.parser()._actions if one.dest == "name").choices
+    commands = next(one for one in main.parser()._actions if one.dest == "name").choices
     for name, command in commands.items():
         for action in command._actions:
             if re.match("(most )?tokens (of|whose)", action.help or ""):

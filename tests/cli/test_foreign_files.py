@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import trimtab.demo as demo
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.cli.commands.prompts_file import read_prompts
 from trimtab.errors import RequestError
 
 BASE, STYLE = str(demo.BASE), str(demo.ADAPTERS["style"])
-KNOWN = next(action.choices for action in cli.parser()._actions if action.dest == "name" and action.choices)
+KNOWN = next(action.choices for action in main.parser()._actions if action.dest == "name" and action.choices)
 PLACES = {
     name: [str(one.metavar) for one in parser._actions if not one.option_strings and one.metavar] for name, parser in KNOWN.items()
 }  # type: ignore[union-attr]
@@ -38,7 +38,7 @@ def command_line(command: str, model: object, tmp_path: Path) -> list[str]:
 def test_a_damaged_gguf_file_is_called_that(command: str, gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     beside = ["--adapter", STYLE] if command == "merge" else []
     for given in (gguf, gguf.parent):
-        assert cli.main([*command_line(command, given, tmp_path), *beside]) == 3
+        assert main.main([*command_line(command, given, tmp_path), *beside]) == 3
         err = capsys.readouterr().err
         assert "40 B follow the last tensor" in err and "model-Q4_K_M.gguf" in err and err.count("\n") == 1
 
@@ -50,17 +50,17 @@ def test_a_gguf_adapter_is_called_that_too(command: str, gguf: Path, tmp_path: P
     for given, words in ((gguf, "40 B follow the last tensor"), (gguf.parent, "has GGUF files and no adapter of PEFT")):
         if command == "doctor" and given.is_dir():
             continue  # its report names it; a process is started for that
-        assert cli.main([*command_line(command, BASE, tmp_path), "--adapter", f"a={given}", *beside]) == 3
+        assert main.main([*command_line(command, BASE, tmp_path), "--adapter", f"a={given}", *beside]) == 3
         err = capsys.readouterr().err
         assert words in err and "the folder that PEFT wrote" in err and "model-Q4_K_M.gguf" in err
 
 
 def test_a_folder_of_gguf_files_lists_no_models_and_says_why(gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["models", str(gguf.parent)]) == 0
+    assert main.main(["models", str(gguf.parent)]) == 0
     assert "40 B follow the last tensor" in " ".join(capsys.readouterr().out.split())
-    assert cli.main(["adapters", str(gguf.parent)]) == 0
+    assert main.main(["adapters", str(gguf.parent)]) == 0
     assert "it has GGUF files (model-Q4_K_M.gguf), and trimtab reads PEFT's folders" in capsys.readouterr().err
-    assert cli.main(["inspect", str(gguf)]) == 3 and "40 B follow the last tensor" in capsys.readouterr().err
+    assert main.main(["inspect", str(gguf)]) == 3 and "40 B follow the last tensor" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("missing", [False, True])
@@ -68,9 +68,9 @@ def test_a_path_to_compare_with_that_is_no_model_is_called_that(
     missing: bool, gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given, words = (tmp_path / "gone", "no such folder") if missing else (gguf, "40 B follow the last tensor")
-    assert cli.main(["verify", BASE, "--adapter", STYLE, "--against", str(given), "--device", "cpu"]) == 3
+    assert main.main(["verify", BASE, "--adapter", STYLE, "--against", str(given), "--device", "cpu"]) == 3
     assert words in capsys.readouterr().err
-    assert cli.main(["verify", BASE, "--adapter", STYLE, "--against", "gone", "--device", "cpu"]) == 2
+    assert main.main(["verify", BASE, "--adapter", STYLE, "--against", "gone", "--device", "cpu"]) == 2
     assert "unknown comparison" in capsys.readouterr().err
 
 
@@ -122,7 +122,7 @@ def test_text_that_is_not_utf8_is_one_line(
         for name, path in latin.items():
             text = text.replace(f"{{{name}}}", path)
         filled.append(text)
-    assert cli.main(filled) == code
+    assert main.main(filled) == code
     printed = capsys.readouterr()
     # An adapter's problems stand below its path, one a line.
     assert printed.err.count("\n") == {0: 0, 5: 2}.get(code, 1), printed.err
@@ -136,5 +136,5 @@ def test_a_line_of_prompts_that_is_not_utf8_is_the_error_of_its_answer(latin: di
 
 
 def test_a_pasted_error_in_any_encoding_is_read(latin: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--trace", latin["text"]]) == 0
+    assert main.main(["doctor", "--trace", latin["text"]]) == 0
     assert "UNKNOWN" in capsys.readouterr().out

@@ -14,7 +14,7 @@ import pytest
 import trimtab.demo as demo
 from tests.machine.test_environment import read_only_environment
 from tests.raised import refused
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.doctor.issues.draft import Drafts
 from trimtab.doctor.report import document_of, write_report
 
@@ -65,7 +65,7 @@ def test_a_command_says_it_in_one_line_and_leaves_nothing(
     if name == "serve --print-config":
         (full / "taken").write_bytes(bytes(2**20))  # its file is small
     before = names(full)
-    assert cli.main([text.format(full=full) for text in arguments]) == code
+    assert main.main([text.format(full=full) for text in arguments]) == code
     err = capsys.readouterr().err
     assert err.startswith("trimtab: ") and err.count("\n") == 1, err
     assert names(full) == before and list(tmp_path.iterdir()) == [full]
@@ -77,7 +77,7 @@ def test_answers_of_a_file_stay_whole_lines(full: Path, tmp_path: Path, capsys: 
     (full / "taken").write_bytes(bytes(2**20 - 4096))
     (full / "taken").write_bytes(bytes(2**20))
     arguments = ["run", BASE, "--prompts", str(prompts), "--out", str(full / "out.jsonl"), "--device", "cpu"]
-    assert cli.main(arguments) == 2
+    assert main.main(arguments) == 2
     err = capsys.readouterr().err
     assert "--out" in err and "No space left" in err and "Traceback" not in err
     assert (full / "out.jsonl").read_bytes() == b""

@@ -4,7 +4,7 @@ import pytest
 
 import trimtab.demo as demo
 from tests.raised import refused
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.doctor.preflight.preflight import preflight
 from trimtab.errors import AdapterError, CheckpointError
 
@@ -27,7 +27,7 @@ def test_arguments_come_before_files_before_the_model_before_the_adapter(command
         ([str(demo.BASE), *rest, *adapter, "--gpu-memory", "4GiB"], 3, "no/adapter"),
     ]
     for arguments, code, words in steps:
-        assert (cli.main([command, *arguments]), words in capsys.readouterr().err) == (code, True), arguments
+        assert (main.main([command, *arguments]), words in capsys.readouterr().err) == (code, True), arguments
 
 
 def test_in_python_the_doctor_has_the_same_order():

@@ -13,13 +13,13 @@ import pytest
 import trimtab
 import trimtab.demo as demo
 from tests.raised import refused
-from trimtab.cli import main as cli
-from trimtab.cli.commands import plan_run as line
+from trimtab.cli import main
+from trimtab.cli.commands import plan_run
 from trimtab.doctor.preflight.preflight import preflight
 
 BASE, STYLE = str(demo.BASE), str(demo.ADAPTERS["style"])
 COMMANDS: dict[str, argparse.ArgumentParser] = next(
-    action.choices for action in cli.parser()._actions if action.dest == "name" and action.choices
+    action.choices for action in main.parser()._actions if action.dest == "name" and action.choices
 )  # type: ignore[assignment]
 FILES_ONLY = "reads headers and config: nothing is placed or computed"
 NO_DTYPE = {"inspect": FILES_ONLY, "adapters": FILES_ONLY, "pull": "downloads files as they are", "completion": "prints a script"}
@@ -69,7 +69,7 @@ def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
                 words += [text.format(tmp=tmp_path)] if text else []
         if command == "merge" and "--adapter" not in given:
             given = ("--adapter", STYLE, *given)
-        return (cli.main([*words, *given]), *capsys.readouterr())
+        return (main.main([*words, *given]), *capsys.readouterr())
 
     return run
 
@@ -180,17 +180,17 @@ def test_a_plan_stands_in_place_of_model_and_budgets(command: str, ask: Any, tmp
 
 def test_a_prompt_is_still_needed_beside_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_text("{}", encoding="utf-8")
-    assert cli.main(["run", "--plan", str(tmp_path / "a.json")]) == 2
+    assert main.main(["run", "--plan", str(tmp_path / "a.json")]) == 2
     assert "the following arguments are required: PROMPT" in capsys.readouterr().err
     for prompt in (["hi"], ["--prompt-file", str(tmp_path / "a.json")]):  # before the plan's flag and behind it
-        assert cli.main(["run", *prompt, "--plan", str(tmp_path / "a.json")]) == 3
-        assert cli.main(["run", "--plan", str(tmp_path / "a.json"), *prompt]) == 3
+        assert main.main(["run", *prompt, "--plan", str(tmp_path / "a.json")]) == 3
+        assert main.main(["run", "--plan", str(tmp_path / "a.json"), *prompt]) == 3
 
 
 def test_a_saved_plan_is_run_by_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "p")
-    assert cli.main(["plan", BASE, "--device", "cpu", "--context", "128", "--adapter", STYLE, "--save", path]) == 0
-    assert cli.main(["run", "--plan", path, "hi", "--max-new-tokens", "4", "--json"]) == 0
+    assert main.main(["plan", BASE, "--device", "cpu", "--context", "128", "--adapter", STYLE, "--save", path]) == 0
+    assert main.main(["run", "--plan", path, "hi", "--max-new-tokens", "4", "--json"]) == 0
     printed = capsys.readouterr().out
     assert 1 <= len(json.loads(printed[printed.index("\n{") :])["token_ids"]) <= 4
 
@@ -218,4 +218,4 @@ def test_the_same_errors_name_arguments_in_python(call: Any, names: tuple[str, .
 def test_every_command_is_one_of_this_table() -> None:
     for reasons in (NO_DTYPE, NO_BUDGET, NO_PLAN, NO_ADAPTER, NO_MODEL):
         assert set(reasons) <= set(COMMANDS)
-    assert line.run_demo is COMMANDS["demo"].get_default("command")
+    assert plan_run.run_demo is COMMANDS["demo"].get_default("command")

@@ -1,4 +1,4 @@
-"""The package's own kernel modules on the CPU: what `fused.load`, `matvec.load` and `ends.load` give on a GPU.
+"""The package's own kernel modules on the CPU: what `load` of `attention_and_norms`, `gemv4` and `embed_and_logits` give on a GPU.
 
 Pass them where a `nvrtc.Module` goes; `launches` says which kernels ran.
 """
@@ -8,12 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from tests.cuda_on_cpu.run import CpuModule
-from trimtab.engine.formats import int8_head as head8
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import dequantize as prompt_kernels
-from trimtab.engine.kernels import embed_and_logits as ends
-from trimtab.engine.kernels import gemm4 as many_rows
-from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.formats import int8_head
+from trimtab.engine.kernels import attention_and_norms, dequantize, embed_and_logits, gemm4, gemv4
 
 ATTEND_NAMES = ("attend", "attend_combine")
 
@@ -36,39 +32,39 @@ def small(order: int = 0, *, multiprocessors: int = 16, source: str | None = Non
     """Return the kernels of engine/kernels/attention_and_norms.py. order: of threads and blocks. source, attend: other sources than
     its own."""
     facts = {"order": order, "multiprocessors": multiprocessors}
-    module = CpuModule(source or fused.source(), fused.NAMES, **facts)
-    module.attention = _Kept(attend or fused.source("attend.cu"), **facts)
-    fused.prepare(module)
+    module = CpuModule(source or attention_and_norms.source(), attention_and_norms.NAMES, **facts)
+    module.attention = _Kept(attend or attention_and_norms.source("attend.cu"), **facts)
+    attention_and_norms.prepare(module)
     return module
 
 
 def products(order: int = 0, *, multiprocessors: int = 16, source: str | None = None) -> CpuModule:
     """Return the kernels of engine/kernels/gemv4.py."""
-    module = CpuModule(source or matvec.source(), matvec.NAMES, order=order, multiprocessors=multiprocessors)
-    matvec.prepare(module)
+    module = CpuModule(source or gemv4.source(), gemv4.NAMES, order=order, multiprocessors=multiprocessors)
+    gemv4.prepare(module)
     return module
 
 
 def step_ends(order: int = 0, *, source: str | None = None) -> CpuModule:
     """Return the kernels of engine/kernels/embed_and_logits.py."""
-    module = CpuModule(source or ends.source(), ends.NAMES, order=order)
-    ends.prepare(module)
+    module = CpuModule(source or embed_and_logits.source(), embed_and_logits.NAMES, order=order)
+    embed_and_logits.prepare(module)
     return module
 
 
 def prompts(order: int = 0, *, source: str | None = None) -> CpuModule:
     """Return the kernels of engine/kernels/dequantize.py."""
-    return CpuModule(source or prompt_kernels.source(), prompt_kernels.NAMES, order=order)
+    return CpuModule(source or dequantize.source(), dequantize.NAMES, order=order)
 
 
 def rows(order: int = 0, *, source: str | None = None) -> CpuModule:
     """Return the kernels of engine/kernels/gemm4.py."""
-    return CpuModule(source or many_rows.source(), many_rows.NAMES, order=order)
+    return CpuModule(source or gemm4.source(), gemm4.NAMES, order=order)
 
 
 def heads(order: int = 0) -> CpuModule:
     """Return the kernel of engine/formats/int8_head.py."""
-    return CpuModule(head8.source(), head8.NAMES, order=order)
+    return CpuModule(int8_head.source(), int8_head.NAMES, order=order)
 
 
 def launches(module: CpuModule) -> list[str]:

@@ -14,13 +14,8 @@ import torch
 from tests.cuda_on_cpu import FOLDER_VARIABLE, machine_code, modules, run
 from tests.engine.kernels.test_experts import kernels as kernels_of_experts
 from tests.gpu import once
-from trimtab.engine.formats import int8_head as head8
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import delta_rule, experts
-from trimtab.engine.kernels import dequantize as prompt_kernels
-from trimtab.engine.kernels import embed_and_logits as ends
-from trimtab.engine.kernels import gemm4 as many_rows
-from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.formats import int8_head
+from trimtab.engine.kernels import attention_and_norms, delta_rule, dequantize, embed_and_logits, experts, gemm4, gemv4
 
 ORDERS = (0, 1, 7)
 
@@ -281,9 +276,11 @@ def test_every_kernel_runs_and_is_right(monkeypatch):
     parts = modules.products(), modules.small(), modules.step_ends()
     assert list(once.findings(*parts, rows=(1,), limit=2)) == []
     names = {name for part in parts for name in modules.launches(part)}
-    wide = {f"rope_{way}_{v}" for way in fused.ROPES for v in (2, 4, 8)} | {"attend_combine"}  # of heads of 128 to 512: slow here
+    wide = {f"rope_{way}_{v}" for way in attention_and_norms.ROPES for v in (2, 4, 8)} | {
+        "attend_combine"
+    }  # of heads of 128 to 512: slow here
     wide |= {"in_order"}  # of act-order: tests/engine/kernels/test_packed_kernels.py
-    assert {*fused.NAMES, *modules.ATTEND_NAMES, *ends.NAMES, *matvec.NAMES, "matvec_held"} - names == wide
+    assert {*attention_and_norms.NAMES, *modules.ATTEND_NAMES, *embed_and_logits.NAMES, *gemv4.NAMES, "matvec_held"} - names == wide
     assert any("-DPAGE=64" in options for options in parts[1].attention)
 
 
@@ -293,8 +290,8 @@ def test_every_width_of_a_rotation_is_among_what_the_memory_checker_follows():
 
 def test_a_wrong_kernel_is_named(monkeypatch):
     monkeypatch.setattr(once, "PRODUCTS", once.PRODUCTS[3:])
-    monkeypatch.setattr(once.fused_check, "check", lambda *args, **kwargs: "attention is wrong")
-    monkeypatch.setattr(once.fused_check, "check_pages", lambda *args, **kwargs: "pages are wrong")
+    monkeypatch.setattr(once.selfcheck, "check", lambda *args, **kwargs: "attention is wrong")
+    monkeypatch.setattr(once.selfcheck, "check_pages", lambda *args, **kwargs: "pages are wrong")
     monkeypatch.setattr(once, "wrong_turns", lambda *args: "turns are wrong")
     said = list(once.findings(modules.products(), modules.small(), modules.step_ends(), rows=(1,), limit=1))
     assert said == ["attention is wrong", "pages are wrong", "turns are wrong"]
@@ -304,14 +301,14 @@ def test_the_parts_are_together_the_whole_and_nothing_twice(monkeypatch):
     """Only what would be run is looked at: which cut of which product, and who does the rest."""
     monkeypatch.setattr(once, "PRODUCTS", once.PRODUCTS[:2])
     asked, rest = [], []
-    monkeypatch.setattr(once.tuning, "check", lambda group, module, **how: asked.append((len(group), how["rows"], how["cut"])))
-    monkeypatch.setattr(once.matvec, "matvec4", lambda x, group, out, **how: (asked.append((len(group), how["cut"])), out.zero_()))
-    monkeypatch.setattr(once.fused_check, "check", lambda *args, **kwargs: rest.append("small"))
-    monkeypatch.setattr(once.ends, "check", lambda *args, **kwargs: rest.append("ends"))
-    monkeypatch.setattr(once.fused_check, "check_pages", lambda *args: rest.append("pages"))
+    monkeypatch.setattr(once.autotune, "check", lambda group, module, **how: asked.append((len(group), how["rows"], how["cut"])))
+    monkeypatch.setattr(once.gemv4, "matvec4", lambda x, group, out, **how: (asked.append((len(group), how["cut"])), out.zero_()))
+    monkeypatch.setattr(once.selfcheck, "check", lambda *args, **kwargs: rest.append("small"))
+    monkeypatch.setattr(once.embed_and_logits, "check", lambda *args, **kwargs: rest.append("ends"))
+    monkeypatch.setattr(once.selfcheck, "check_pages", lambda *args: rest.append("pages"))
     monkeypatch.setattr(once, "wrong_turns", lambda *args: rest.append("turns"))
     monkeypatch.setattr(once.routers, "check", lambda *args: rest.append("routers"))
-    monkeypatch.setattr(once.kernels, "wrong_lora", lambda *args: rest.append("lora"))
+    monkeypatch.setattr(once.device_kernels, "wrong_lora", lambda *args: rest.append("lora"))
 
     def run(**part):
         asked.clear(), rest.clear()
@@ -337,10 +334,10 @@ def test_kernels_of_many_tokens_run_and_are_right(monkeypatch):
     old = tuple(int(part) for part in version("bitsandbytes").split(".")[:2]) < (0, 50)
     assert [one for one in found if not (old and one.startswith("an unpacked weight") and "float16" in one)] == []
     names = {name for part in parts for name in modules.launches(part)}
-    wanted = {*prompt_kernels.NAMES, *many_rows.NAMES, *head8.NAMES}
+    wanted = {*dequantize.NAMES, *gemm4.NAMES, *int8_head.NAMES}
     assert wanted - names == {"rows_product_32", "rows_product_64", "in_order"}  # MANY_ROWS has the two, and they take long here
     roomy = SimpleNamespace(shared_bytes=227 * 1024)
-    assert {many_rows._tile(n, roomy, 16) for n in once.MANY_ROWS} == {16, 32, 64}
+    assert {gemm4._tile(n, roomy, 16) for n in once.MANY_ROWS} == {16, 32, 64}
 
 
 def test_kernels_of_mixtures_and_recurrent_layers_run_and_are_right(monkeypatch):
@@ -351,17 +348,17 @@ def test_kernels_of_mixtures_and_recurrent_layers_run_and_are_right(monkeypatch)
     assert list(once.findings_of_mixtures(module)) == [] == list(once.findings_of_deltas([(delta, shape)]))
     assert set(modules.launches(module)) == set(experts.NAMES) and set(delta.launches) == set(delta_rule.NAMES)
     monkeypatch.setattr(once, "MIXTURES", {kind: once.MIXTURES[kind] for kind in ("nf4", "none", "q8_0")})
-    monkeypatch.setattr(once.mixtures, "check", lambda *args, **kwargs: "one is")
+    monkeypatch.setattr(once.experts, "check", lambda *args, **kwargs: "one is")
     monkeypatch.setattr(once.torch, "equal", lambda *args: False)
     assert [one.split()[-1] for one in once.findings_of_mixtures(module)] == ["is", *["device"] * 4, "is", "is", *["device"] * 4]
 
 
 def test_a_wrong_kernel_of_many_tokens_is_named(monkeypatch):
     monkeypatch.setattr(once, "HEADS", ())
-    monkeypatch.setattr(once.prompt_kernels, "wrong_add", lambda *args, **kwargs: "one is")
-    monkeypatch.setattr(once.prompt_kernels, "wrong_unpack", lambda *args, **kwargs: "one value is")
+    monkeypatch.setattr(once.dequantize, "wrong_add", lambda *args, **kwargs: "one is")
+    monkeypatch.setattr(once.dequantize, "wrong_unpack", lambda *args, **kwargs: "one value is")
     monkeypatch.setattr(once.adapter_columns, "wrong", lambda *args, **kwargs: "columns are")
-    monkeypatch.setattr(once.many_rows, "wrong", lambda *args, **kwargs: None)
+    monkeypatch.setattr(once.gemm4, "wrong", lambda *args, **kwargs: None)
     said = list(once.findings_of_many(modules.prompts(), modules.rows(), None, tokens=(1,), rows=(9,)))
     assert "adapters of a prompt, torch.bfloat16: one is" in said
     assert "an unpacked weight, fp4, torch.float16: one value is" in said

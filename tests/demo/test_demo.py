@@ -12,12 +12,12 @@ import pytest
 
 import trimtab
 from tests.raised import raised
-from trimtab.demo import demo as line
+from trimtab.demo import demo
 from trimtab.errors import CheckpointError
 
-DEMO = line.FOLDER
+DEMO = demo.FOLDER
 PROMPTS = [json.loads(text) for text in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
-ADAPTERS = {name: DEMO / "adapters" / name for name in line.ADAPTERS}
+ADAPTERS = {name: DEMO / "adapters" / name for name in demo.ADAPTERS}
 KINDS = ("image", "audio", "text")
 # Answers that a format may change, of 72: none of those below. fp4 is coarser and changed up to three on one sample set.
 QUANTS = ("none", "nf4", "nf4-dq", "int8")
@@ -86,7 +86,7 @@ def test_the_demos_files_can_be_named():
 
 def test_each_run_draws_into_a_file_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    drawn = {line.new_picture() for _ in range(2)}
+    drawn = {demo.new_picture() for _ in range(2)}
     assert len(drawn) == 2 and drawn == set(tmp_path.iterdir()) and all(path.suffix == ".svg" for path in drawn)
 
 
@@ -98,9 +98,9 @@ def test_the_plan_of_the_demo_fits_80_columns(monkeypatch):
         raise BeforeLoading
 
     said: list[str] = []
-    monkeypatch.setattr(line, "_answers", loads)
+    monkeypatch.setattr(demo, "_answers", loads)
     with pytest.raises(BeforeLoading):
-        line.run(said.append)
+        demo.run(said.append)
     plan = next(text for text in said if "language_model.layers" in text or "block" in text.split())
     assert "per token" in plan and max(map(len, plan.splitlines())) <= 80
 
@@ -116,8 +116,8 @@ def test_the_adapters_really_change_the_answer():
 def test_a_missing_file_says_how_to_get_it_back(lost, tmp_path, monkeypatch):
     folder = shutil.copytree(DEMO, tmp_path / "demo")
     (folder / lost).unlink()
-    monkeypatch.setattr(line, "FOLDER", folder)
-    error = raised(CheckpointError, line.run, lambda *text: None, match="missing: .*git checkout")
+    monkeypatch.setattr(demo, "FOLDER", folder)
+    error = raised(CheckpointError, demo.run, lambda *text: None, match="missing: .*git checkout")
     assert lost in str(error) and error.path == str(folder)
 
 
@@ -125,6 +125,6 @@ def test_a_damaged_file_says_how_to_get_it_back(tmp_path, monkeypatch):
     folder = shutil.copytree(DEMO, tmp_path / "demo")
     shard = next((folder / "base").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-100])
-    monkeypatch.setattr(line, "FOLDER", folder)
-    error = raised(CheckpointError, line.run, lambda *text: None, match="bundled model is damaged")
+    monkeypatch.setattr(demo, "FOLDER", folder)
+    error = raised(CheckpointError, demo.run, lambda *text: None, match="bundled model is damaged")
     assert error.path == str(shard) and "git checkout" in error.hint

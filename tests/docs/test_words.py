@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests import ROOT
 from tests.rules import each
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.cli.commands.merge_verify import DIFFERS
 from trimtab.cli.main import EXAMPLES
 from trimtab.process import exit_codes, interrupts
@@ -201,14 +201,14 @@ def test_every_page_says_its_task_in_one_heading():
 
 # Help -----------------------------------------------------------------------------------------------------------------
 
-COMMANDS = next(action.choices for action in cli.parser()._actions if action.dest == "name")
+COMMANDS = next(action.choices for action in main.parser()._actions if action.dest == "name")
 
 
 def test_every_command_ends_its_help_with_examples_that_can_be_parsed():
     assert set(EXAMPLES) == set(COMMANDS)
     for name, examples in EXAMPLES.items():
         for words in examples:
-            assert cli.parser().parse_args(shlex.split(f"{name} {words}")).name_of_command == name
+            assert main.parser().parse_args(shlex.split(f"{name} {words}")).name_of_command == name
         lines = COMMANDS[name].format_help().splitlines()
         assert f"  trimtab {name} {examples[0]}".rstrip() in lines
         assert max(len(line) for line in lines[lines.index("examples:") :]) <= 96
@@ -222,7 +222,7 @@ def test_help_uses_the_fields_words(name):
 
 
 def test_help_lists_every_exit_code():
-    codes = {0, DIFFERS, EXIT_CANNOT_TELL, *(code for _, code in exit_codes.EXIT_CODES), cli.STOPPED, cli.READER_GONE}
+    codes = {0, DIFFERS, EXIT_CANNOT_TELL, *(code for _, code in exit_codes.EXIT_CODES), main.STOPPED, main.READER_GONE}
     codes |= {exit_codes.UNFINISHED, *interrupts.ENDING.values()}
     assert set(exit_codes.EXIT_TEXTS) == codes
     assert all(

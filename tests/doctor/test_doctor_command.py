@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from tests import ROOT, waiting
-from trimtab.cli import main as cli
-from trimtab.doctor.cases import runner as matrix
+from trimtab.cli import main
+from trimtab.doctor.cases import runner
 from trimtab.doctor.cases.runner import read_runs
 from trimtab.machine import environment
 from trimtab.report.document import Document
@@ -35,7 +35,7 @@ def asked(monkeypatch):
             raise KeyboardInterrupt
         return (PASSED,)
 
-    monkeypatch.setattr(matrix, "run_matrix", run_matrix)
+    monkeypatch.setattr(runner, "run_matrix", run_matrix)
     monkeypatch.setattr(environment, "read_environment", lambda python=None: environment_of(python))
     monkeypatch.setattr(environment, "environment_document", lambda found: Document(f"environment of {found['python']}", []))
     return found
@@ -46,7 +46,7 @@ def environment_of(python):
 
 
 def test_flags_of_the_matrix_reach_it(asked, capsys):
-    code = cli.main([
+    code = main.main([
         "doctor", "--matrix", "--case", "R05_ALL_GPU_4BIT", "--engine", "stock", "--device", "cpu", "--pressure", "0.9",
         "--timeout", "7", "--memory-limit", "2 GiB", "--python", "other",
     ])  # fmt: skip
@@ -62,16 +62,16 @@ def test_flags_of_the_matrix_reach_it(asked, capsys):
 def test_a_second_adapter_is_refused_and_does_not_replace_the_first(asked, tmp_path, capsys):
     for given in (["a=one", "b=two"], ["one", "other/one"]):
         flags = [word for text in given for word in ("--adapter", text)]
-        assert cli.main(["doctor", str(tmp_path), *flags]) == 2
+        assert main.main(["doctor", str(tmp_path), *flags]) == 2
         assert capsys.readouterr().err.startswith("trimtab: --adapter ")
-    assert cli.main(["doctor", "--matrix", "--adapter", "a=one"]) == 2  # of no model
+    assert main.main(["doctor", "--matrix", "--adapter", "a=one"]) == 2  # of no model
     assert asked == {}
 
 
 def test_ctrl_c_shows_and_keeps_what_was_done_and_makes_no_drafts(asked, tmp_path, capsys):
     asked["stop"] = True
     file, drafts = tmp_path / "runs.json", tmp_path / "drafts"
-    assert cli.main(["doctor", "--matrix", "--save", str(file), "--drafts", str(drafts)]) == 130
+    assert main.main(["doctor", "--matrix", "--save", str(file), "--drafts", str(drafts)]) == 130
     shown = capsys.readouterr().out
     assert "R05_ALL_GPU_4BIT" in shown and "stopped early" in shown
     assert [run["case"] for run in read_runs(file)["runs"]] == ["R05_ALL_GPU_4BIT"] and not drafts.exists()
@@ -79,13 +79,13 @@ def test_ctrl_c_shows_and_keeps_what_was_done_and_makes_no_drafts(asked, tmp_pat
 
 def test_ctrl_c_before_the_first_case_is_an_ordinary_stop(asked, capsys):
     asked["stop"] = "at once"
-    assert cli.main(["doctor", "--matrix"]) == 130
+    assert main.main(["doctor", "--matrix"]) == 130
     assert capsys.readouterr().err == "trimtab: stopped\n"
 
 
 def test_json_of_a_stopped_matrix_says_so(asked, capsys):
     asked["stop"] = True
-    assert cli.main(["doctor", "--matrix", "--json"]) == 130
+    assert main.main(["doctor", "--matrix", "--json"]) == 130
     found = json.loads(capsys.readouterr().out)
     assert found["stopped"] is True and [run["label"] for run in found["runs"]] == ["PASS"]
 
@@ -97,13 +97,13 @@ def test_json_of_a_stopped_matrix_says_so(asked, capsys):
     (["--matrix", "--case", "R3_SPLIT_4BIT"], "R03_SPLIT_4BIT"),  # a near name
 ])  # fmt: skip
 def test_wrong_question_is_refused_before_anything_runs(asked, flags, words, capsys):
-    assert cli.main(["doctor", *flags]) == 2
+    assert main.main(["doctor", *flags]) == 2
     assert words in capsys.readouterr().err and asked == {}
 
 
 def test_saved_runs_are_shown_again(asked, tmp_path, capsys):
-    matrix.save_runs(tmp_path / "runs.json", {}, [PASSED])
-    assert cli.main(["doctor", "--runs", str(tmp_path / "runs.json")]) == 0
+    runner.save_runs(tmp_path / "runs.json", {}, [PASSED])
+    assert main.main(["doctor", "--runs", str(tmp_path / "runs.json")]) == 0
     assert "R05_ALL_GPU_4BIT" in capsys.readouterr().out and asked == {}
 
 

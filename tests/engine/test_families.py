@@ -15,7 +15,7 @@ from tests.engine.passes.test_attention import uses  # noqa: F401
 from tests.engine.prefill import test_encoder_cache, test_open_prompts, test_packed_prompts, test_prefill, test_prefix_cache
 from tests.engine.towers import test_tower_graphs
 from tests.planning.memory import test_cost
-from trimtab.engine.prefill import packing as packed_prompts
+from trimtab.engine.prefill import packing
 
 pytestmark = pytest.mark.skipif(test_prefill.ON_GPU, reason="a GPU runs every family in the tests of the features")
 HOW = "chunks of 8 and 16"
@@ -32,7 +32,7 @@ def test_prompts_and_steps(family, request, monkeypatch):
     test_prefix_cache.test_the_second_turn_of_a_chat_computes_what_is_new_and_says_the_same(family, HOW)
     test_open_prompts.test_a_step_computes_what_the_last_chunk_would_have_computed(family, HOW)
     with monkeypatch.context() as patch:
-        patch.setattr(packed_prompts, "LEAST_TOKENS", 16)
+        patch.setattr(packing, "LEAST_TOKENS", 16)
         test_packed_prompts.test_prompts_of_any_length_say_together_what_each_says_alone(family, patch)
     with monkeypatch.context() as patch:
         counted = request.getfixturevalue("uses")

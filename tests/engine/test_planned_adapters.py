@@ -21,7 +21,7 @@ from trimtab.engine.loader import load, transformers_model
 from trimtab.engine.lora.store import HeldAdapter
 from trimtab.errors import AdapterError
 from trimtab.request import LoadRequest
-from trimtab.serve.adapters import adapter_cache as held_adapters
+from trimtab.serve.adapters import adapter_cache
 from trimtab.serve.worker.engine import LoadedEngine
 from trimtab.serve.worker.row_count import PLANNED
 
@@ -148,12 +148,12 @@ def test_a_file_that_changes_after_it_was_matched_is_named(folders):
 
 
 def test_adapters_with_equal_ends_are_told_apart_and_copies_are_held_once(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(held_adapters, "END_BYTES", 64)
+    monkeypatch.setattr(adapter_cache, "END_BYTES", 64)
     middle = sorted(load_file(f"{folders['a0']}/{FILE}"))[4]
     other = shutil.copytree(folders["a0"], tmp_path / "other")
     change(other, lambda tensors: tensors | {middle: tensors[middle] + 1})
     folders |= {"other": str(other), "copy": str(shutil.copytree(folders["a0"], tmp_path / "copy"))}
-    assert held_adapters._ends(other) == held_adapters._ends(folders["a0"]) != held_adapters._ends(folders["a1"])
+    assert adapter_cache._ends(other) == adapter_cache._ends(folders["a0"]) != adapter_cache._ends(folders["a1"])
     held: dict = {}
     with api.load_plan(api.plan_request(request(folders)), held=held) as model:
         shelf = LoadedEngine(model, rows=1, held=held).shelf

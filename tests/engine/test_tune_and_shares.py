@@ -10,26 +10,24 @@ import torch
 import trimtab
 from tests import pico
 from tests.serve.observe.test_metrics import MODEL, label, samples
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine import memory_shares
 from trimtab.engine import tune as tune_model
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.cuda import launch_config as cuts
-from trimtab.engine.cuda import shipped_configs as launch_configs
+from trimtab.engine.cuda import launch_config, shipped_configs
 from trimtab.engine.cuda.nvrtc import ProductCuts
 from trimtab.engine.families import families
-from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import autotune, gemv4
 from trimtab.engine.kernels.device_kernels import DeviceKernels
-from trimtab.engine.memory import rates as devices
+from trimtab.engine.memory import rates
 from trimtab.errors import DeviceError, RequestError
-from trimtab.process import user_cache as own_folder
+from trimtab.process import user_cache
 from trimtab.report.render import Lines
 from trimtab.serve.observe.metrics import Metrics
 
-TARGET = launch_configs.Target("a card", (9, 0), 132, 232448, "source")
-WAYS = cuts.cuts((2560,), 2048, 1, multiprocessors=132, shared_bytes=232448)
+TARGET = shipped_configs.Target("a card", (9, 0), 132, 232448, "source")
+WAYS = launch_config.cuts((2560,), 2048, 1, multiprocessors=132, shared_bytes=232448)
 KEY = ("cut", (2560,), 2048, 1, False)
 
 
@@ -38,7 +36,7 @@ KEY = ("cut", (2560,), 2048, 1, False)
 )
 def test_what_cannot_be_tuned_is_refused_before_anything_is_loaded(flags, field, capsys, monkeypatch):
     monkeypatch.setattr("trimtab.load", lambda *_, **__: pytest.fail("loaded"))
-    assert cli.main(["tune", str(DEMO / "base"), "--json", *flags]) == 2
+    assert main.main(["tune", str(DEMO / "base"), "--json", *flags]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == field
 
 
@@ -57,16 +55,16 @@ def model(monkeypatch, tmp_path):
             done.append(counts)
             module.products.chosen[KEY] = WAYS[2]
             module.products.measured = {KEY}
-            tuning.keep_tuned(module)
+            autotune.keep_tuned(module)
             return 1
 
     batch = SimpleNamespace(steps=SimpleNamespace(kernels=Tuned(matvec=module)))
     monkeypatch.setattr(tune_model, "Batch", lambda model, rows: batch)
     monkeypatch.setattr(families, "why_not", lambda model: None)
     monkeypatch.setattr(families, "describe", lambda model: SimpleNamespace(groups=list))
-    monkeypatch.setattr(matvec, "target_of", lambda module: TARGET)
-    monkeypatch.setattr(tuning, "releases", lambda: {"torch": "2.9"})
-    monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(gemv4, "target_of", lambda module: TARGET)
+    monkeypatch.setattr(autotune, "releases", lambda: {"torch": "2.9"})
+    monkeypatch.setattr(user_cache, "user_cache_path", lambda name: tmp_path / name)
     plan = SimpleNamespace(request=SimpleNamespace(model="m"))
     return SimpleNamespace(device=torch.device("cuda:0"), hf_model=None, dtype=torch.bfloat16, plan=plan, steps=done, batch=batch)
 
@@ -75,10 +73,10 @@ def test_the_fastest_of_each_product_is_kept_and_reported(model):
     report, document = tune_model.tune_model(model, rows=2)
     assert model.steps == [[1, 2]]
     best = dataclasses.replace(WAYS[2], estimated_us=0.0)
-    assert launch_configs.kept(TARGET) == {KEY: best}
-    assert launch_configs.from_text(launch_configs.to_text(document)) == (TARGET, {KEY: best})
+    assert shipped_configs.kept(TARGET) == {KEY: best}
+    assert shipped_configs.from_text(shipped_configs.to_text(document)) == (TARGET, {KEY: best})
     assert (report.card, report.products) == ("a card", 1)
-    assert report.known == ({"product": "2560 x 2048", "rows": 1, "cut": str(WAYS[2]), "status": launch_configs.MEASURED},)
+    assert report.known == ({"product": "2560 x 2048", "rows": 1, "cut": str(WAYS[2]), "status": shipped_configs.MEASURED},)
     assert "2560 x 2048 1 " in " ".join(str(report).split())
 
 
@@ -183,10 +181,10 @@ def test_the_shares_of_a_gpu_add_up_to_the_process(monkeypatch, is_estimate):
 def test_without_the_drivers_figure_the_process_is_an_estimate(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="u", multi_processor_count=24))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * MIB)
-    monkeypatch.setattr(devices.gpus, "process_bytes", lambda uuid: None)
-    assert devices.process_on_gpu("cuda:0") == ((131 + 2 * 24 + 5) * MIB, True)
-    monkeypatch.setattr(devices.gpus, "process_bytes", lambda uuid: 7 * MIB)
-    assert devices.process_on_gpu("cuda:0") == (7 * MIB, False)
+    monkeypatch.setattr(rates.gpus, "process_bytes", lambda uuid: None)
+    assert rates.process_on_gpu("cuda:0") == ((131 + 2 * 24 + 5) * MIB, True)
+    monkeypatch.setattr(rates.gpus, "process_bytes", lambda uuid: 7 * MIB)
+    assert rates.process_on_gpu("cuda:0") == (7 * MIB, False)
 
 
 def test_the_server_counts_each_share():

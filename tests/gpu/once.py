@@ -18,19 +18,22 @@ from typing import Any
 import torch
 
 from trimtab.engine.batched_lora import columns as adapter_columns
-from trimtab.engine.cuda import launch_config as cuts
-from trimtab.engine.formats import int8_head as head8
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels import delta_rule, routers
-from trimtab.engine.kernels import dequantize as prompt_kernels
-from trimtab.engine.kernels import device_kernels as kernels
-from trimtab.engine.kernels import embed_and_logits as ends
-from trimtab.engine.kernels import experts as mixtures
-from trimtab.engine.kernels import gemm4 as many_rows
-from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels import selfcheck as fused_check
-from trimtab.engine.loader import head_kernel as head8_choice
+from trimtab.engine.cuda import launch_config
+from trimtab.engine.formats import int8_head
+from trimtab.engine.kernels import (
+    attention_and_norms,
+    autotune,
+    delta_rule,
+    dequantize,
+    device_kernels,
+    embed_and_logits,
+    experts,
+    gemm4,
+    gemv4,
+    routers,
+    selfcheck,
+)
+from trimtab.engine.loader import head_kernel
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
 # Outputs of layers over one input, columns, whether two are gate and up.
@@ -40,7 +43,7 @@ ATTENTION = ((8, 2, 256), (4, 1, 512), (2, 1, 128), (4, 2, 64), *TURNED)
 PAGED = ((8, 2, 256), (4, 1, 512))
 # Vectors that are normed and gated: 8 values at once, and one at a time. Scores of a vocabulary in the same two ways.
 WIDTHS = (64, 60, 512)
-SIZES = (ends.Sizes(500, 512, 30.0, 3, 64), ends.Sizes(512, 512, 30.0, 3, 64))
+SIZES = (embed_and_logits.Sizes(500, 512, 30.0, 3, 64), embed_and_logits.Sizes(512, 512, 30.0, 3, 64))
 RANKS = (8, 40)
 # A prompt's: tokens of chunks and their edges (8 and 16 tokens of a block), and weights [D_out, D_in], one with a block not full.
 TOKENS = (1, 7, 16, 17, 130)
@@ -68,32 +71,32 @@ def findings(
     many equal parts of the work, from 1 on; the kernels that are no products belong to the last."""
     turn = 0
     for quant in ("nf4-dq", "nf4"):
-        weights = tuning.RandomWeights(products.device, quant=quant)
+        weights = autotune.RandomWeights(products.device, quant=quant)
         for counts, columns, pair in PRODUCTS:
             group = [weights.make(one, columns) for one in counts]
             for n in rows:
-                for number, cut in enumerate(cuts.unlike(matvec.ways(group, n, products, pair=pair), limit)):
+                for number, cut in enumerate(launch_config.unlike(gemv4.ways(group, n, products, pair=pair), limit)):
                     turn += 1
                     if turn % parts != part % parts:
                         continue
                     rank = RANKS[number % len(RANKS)]
-                    why = tuning.check(group, products, rows=(n,), cut=None if pair else cut, rank=rank)
+                    why = autotune.check(group, products, rows=(n,), cut=None if pair else cut, rank=rank)
                     if pair:
                         out = torch.empty(n, counts[0], dtype=torch.bfloat16, device=products.device)
                         x = torch.randn(n, columns, device=products.device).bfloat16()
-                        matvec.matvec4(x, group, out, gate=matvec.Gate("gelu_tanh"), module=products, cut=cut)
+                        gemv4.matvec4(x, group, out, gate=gemv4.Gate("gelu_tanh"), module=products, cut=cut)
                         why = why or (None if bool(out.isfinite().all()) else "not all outputs are written")
                     if why is not None:
                         yield f"{cut} of {list(counts)} x {columns}, {n} rows, rank {rank}: {why}"
     if part != parts:
         return
     for found in (
-        fused_check.check(small, widths=WIDTHS, attention=ATTENTION, rows=rows),
-        fused_check.check_pages(small, PAGED),
+        selfcheck.check(small, widths=WIDTHS, attention=ATTENTION, rows=rows),
+        selfcheck.check_pages(small, PAGED),
         wrong_turns(small),
         routers.check(small, 128, 2816, routers.Choice(8), torch.bfloat16),
-        *(ends.check(both_ends, sizes, rows=rows) for sizes in SIZES),
-        *(kernels.wrong_lora(products, dtype) for dtype in (torch.bfloat16, torch.float16)),
+        *(embed_and_logits.check(both_ends, sizes, rows=rows) for sizes in SIZES),
+        *(device_kernels.wrong_lora(products, dtype) for dtype in (torch.bfloat16, torch.float16)),
     ):
         if found is not None:
             yield found
@@ -110,7 +113,7 @@ def wrong_turns(small: Any) -> str | None:
                 inverse = 1e4 ** (-torch.arange(dim // 2, device=small.device).float() / (dim // 2))
                 pair = [torch.full((len(positions), dim), math.nan, device=small.device).bfloat16() for _ in range(2)]
                 kinds.append((inverse, 1.5, *pair))
-            fused.turns(positions, kinds, module)
+            attention_and_norms.turns(positions, kinds, module)
             made.append(torch.cat([one for kind in kinds for one in kind[2:]], dim=1))
         if not torch.allclose(*made, rtol=2**-7, atol=2**-7):  # a rounding to bfloat16, of a sine that CUDA computes otherwise
             return f"turns of {dims}: {float((made[0] - made[1]).abs().max()):.1e} off"
@@ -123,14 +126,14 @@ def findings_of_many(
     """Yield what is wrong with the kernels of prompts, of steps of many rows and of the 8-bit head, of these modules."""
     device = prompts.device
     for dtype in (torch.bfloat16, torch.float16):
-        found = prompt_kernels.wrong_add(prompts, dtype, tokens=tokens)
-        found = found or prompt_kernels.wrong_add_rows(prompts, dtype, tokens=(16, 32, 64))
+        found = dequantize.wrong_add(prompts, dtype, tokens=tokens)
+        found = found or dequantize.wrong_add_rows(prompts, dtype, tokens=(16, 32, 64))
         if found is not None:
             yield f"adapters of a prompt, {dtype}: {found}"
         for quant in ("nf4-dq", "nf4", "fp4"):
-            weights = tuning.RandomWeights(device, quant=quant)
+            weights = autotune.RandomWeights(device, quant=quant)
             for shape in UNPACKED:
-                found = prompt_kernels.wrong_unpack(weights.make(*shape, dtype), prompts)
+                found = dequantize.wrong_unpack(weights.make(*shape, dtype), prompts)
                 if found is not None:
                     yield f"an unpacked weight, {quant}, {dtype}: {found}"
             for shape in EXTENDED if dtype == torch.bfloat16 else ():
@@ -140,40 +143,40 @@ def findings_of_many(
                     yield f"adapters inside products, {quant}: {found}"
             for counts, columns in MANY_PRODUCTS if quant != "fp4" else ():
                 group = [weights.make(one, columns, dtype) for one in counts]
-                found = many_rows.wrong(group, many, dtype, counts=rows)
+                found = gemm4.wrong(group, many, dtype, counts=rows)
                 if found is not None:
                     yield f"many rows, {quant}, {dtype}: {found}"
     if (found := adapter_columns.wrong_kept(prompts)) is not None:
         yield f"adapters inside products of unpacked weights: {found}"
     for shape in HEADS:
         for bias in (None, torch.randn(shape[0], device=device).bfloat16()):
-            q, scale = head8.quantize_rows(torch.randn(shape, device=device).bfloat16())
-            found = head8_choice.check(head, head8.Head(q, scale, bias))
+            q, scale = int8_head.quantize_rows(torch.randn(shape, device=device).bfloat16())
+            found = head_kernel.check(head, int8_head.Head(q, scale, bias))
             if found is not None:
                 yield f"the 8-bit head: {found}"
 
 
 def findings_of_mixtures(module: Any, *, slots: int = 2) -> Iterator[str]:
     """Yield what is wrong with the products of mixtures: experts on the device, and in host memory with so many slots."""
-    from tests.engine.kernels import test_experts as cases
+    from tests.engine.kernels import test_experts
     from tests.engine.tiers.test_near_experts import apart
 
     for kind, (count, width, inner) in MIXTURES.items():
         if kind in ("nf4", "nf4-dq", "none"):
-            mixture = cases.mixture_of(count, width, inner, torch.bfloat16, kind)
+            mixture = test_experts.mixture_of(count, width, inner, torch.bfloat16, kind)
         else:
-            stacks = [cases.file_stack(kind, count, *one, module.device) for one in ((2 * inner, width), (width, inner))]
-            mixture = mixtures.Mixture(*stacks, "silu")
-        if (found := mixtures.check(module, mixture, 2, torch.bfloat16, rows=(1, 9))) is not None:
+            stacks = [test_experts.file_stack(kind, count, *one, module.device) for one in ((2 * inner, width), (width, inner))]
+            mixture = experts.Mixture(*stacks, "silu")
+        if (found := experts.check(module, mixture, 2, torch.bfloat16, rows=(1, 9))) is not None:
             yield f"a mixture of {kind}: {found}"
         if kind == "none":
             continue
         with torch.device("cpu"):
             far = apart(mixture, slots, module.device)
         for n, n_rows in NEAR_TOKENS:
-            x, index, weights, tables = cases.case(mixture, n, 2, torch.bfloat16, slots=(0, -1, 2), rows=n_rows)
+            x, index, weights, tables = test_experts.case(mixture, n, 2, torch.bfloat16, slots=(0, -1, 2), rows=n_rows)
             made = [
-                mixtures.experts(x, index, weights, one, torch.empty_like(x), lora=tables, module=module) for one in (far, mixture)
+                experts.experts(x, index, weights, one, torch.empty_like(x), lora=tables, module=module) for one in (far, mixture)
             ]
             if not torch.equal(*made):
                 yield f"{n} tokens of a mixture of {kind} with {slots} slots are not those of experts on the device"
@@ -193,13 +196,13 @@ def main(part: int | str = 1, parts: int = 1) -> int:
     said = []
     if part == "layers":
         with device:
-            said += findings_of_mixtures(mixtures.load(device))
+            said += findings_of_mixtures(experts.load(device))
         said += findings_of_deltas((delta_rule.load(device, shape, torch.bfloat16), shape) for shape in DELTAS)
     elif part != "many":
-        products, small = matvec.load(device), fused.load(device)
-        said += findings(products, small, ends.load(device), part=int(part), parts=parts)
+        products, small = gemv4.load(device), attention_and_norms.load(device)
+        said += findings(products, small, embed_and_logits.load(device), part=int(part), parts=parts)
     if part == "many" or part == parts:
-        many = prompt_kernels.load(device), many_rows.load(device), head8.load(device)
+        many = dequantize.load(device), gemm4.load(device), int8_head.load(device)
         said += findings_of_many(*many)
     torch.cuda.synchronize()
     print("\n".join(said) or "every kernel ran once and is right")

@@ -7,11 +7,11 @@ import torch
 
 import trimtab
 from tests import counting, pico
-from tests.engine.kernels import test_experts as cases
+from tests.engine.kernels import test_experts
 from tests.engine.tiers.test_near_experts import apart
 from tests.merging.changes.test_merge_experts import BOTH, stack_adapter
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.kernels import experts as ours
+from trimtab.engine.kernels import experts
 
 REASON = nvrtc.why_not("cuda:0")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no kernels here: {REASON}")
@@ -23,7 +23,7 @@ SIZES = [(16, 2048, 768), (16, 2816, 704)]
 
 @pytest.fixture(scope="module")
 def module():
-    return ours.load(DEVICE)
+    return experts.load(DEVICE)
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +35,9 @@ def on_the_gpu():
 @pytest.mark.parametrize("kind, dtype", [("nf4", BF16), ("nf4-dq", BF16), ("none", BF16), ("nf4", HALF), ("none", HALF)])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_mixtures_of_real_models_agree_with_float64(module, sizes, kind, dtype):
-    mixture = cases.mixture_of(*sizes, dtype, kind, "gelu_tanh")
-    assert ours.why_not(mixture, 64, 8, dtype, DEVICE) is None
-    assert ours.check(module, mixture, 8, mixture.gate_up.dtype, rows=(1, 2, 8)) is None
+    mixture = test_experts.mixture_of(*sizes, dtype, kind, "gelu_tanh")
+    assert experts.why_not(mixture, 64, 8, dtype, DEVICE) is None
+    assert experts.check(module, mixture, 8, mixture.gate_up.dtype, rows=(1, 2, 8)) is None
 
 
 @pytest.mark.parametrize("dependent", [False, True])
@@ -45,25 +45,25 @@ def test_mixtures_of_real_models_agree_with_float64(module, sizes, kind, dtype):
 @pytest.mark.parametrize("tokens, rows", [(8, 8), (9, 9), (64, 64), (96, 4)])
 def test_a_captured_mixture_follows_indices_rows_and_adapters(module, kind, tokens, rows, dependent):
     """Of steps, and of a prompt whose rows have 24 tokens each."""
-    mixture = cases.mixture_of(*SIZES[0], BF16, kind)
-    given = [cases.case(mixture, tokens, 8, BF16, slots=slots, rows=rows) for slots in ((0, -1, 2, 1), (-1, 1))]
+    mixture = test_experts.mixture_of(*SIZES[0], BF16, kind)
+    given = [test_experts.case(mixture, tokens, 8, BF16, slots=slots, rows=rows) for slots in ((0, -1, 2, 1), (-1, 1))]
     x, index, weights, tables = given[0]
     out = torch.full_like(x, torch.nan)
     run = {"lora": tables, "module": module, "dependent": dependent}
-    ours.experts(x, index, weights, mixture, out, **run)
+    experts.experts(x, index, weights, mixture, out, **run)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(3):
-            ours.experts(x, index, weights, mixture, out, **run)
+            experts.experts(x, index, weights, mixture, out, **run)
     for other in ([*given[1][:3], given[1][3].row_slots], [one.clone() for one in (x, index, weights, tables.row_slots)]):
         for to, source in zip((x, index, weights, tables.row_slots), other, strict=True):
             to.copy_(source)
         out.fill_(torch.nan)
         graph.replay()
-        own = ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables)
-        assert cases.relative_error(out, own) < cases.FROM_TORCH["none" if kind == "none" else "nf4", BF16]
-        assert torch.equal(out, ours.experts(x, index, weights, mixture, torch.empty_like(x), **run))
+        own = experts.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables)
+        assert test_experts.relative_error(out, own) < test_experts.FROM_TORCH["none" if kind == "none" else "nf4", BF16]
+        assert torch.equal(out, experts.experts(x, index, weights, mixture, torch.empty_like(x), **run))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "q8_0", "int4-g128", "q4_k"])
@@ -74,30 +74,30 @@ def test_a_captured_step_with_slots_has_the_bits_of_resident_experts(module, kin
     torch.manual_seed(rows)
     if kind in ("q8_0", "int4-g128", "q4_k"):
         count, width, inner = SIZES[0]
-        stacks = [cases.file_stack(kind, count, *shape, DEVICE) for shape in ((2 * inner, width), (width, inner))]
-        mixture = ours.Mixture(*stacks, "silu")
+        stacks = [test_experts.file_stack(kind, count, *shape, DEVICE) for shape in ((2 * inner, width), (width, inner))]
+        mixture = experts.Mixture(*stacks, "silu")
     else:
-        mixture = cases.mixture_of(*SIZES[1], BF16, kind)
+        mixture = test_experts.mixture_of(*SIZES[1], BF16, kind)
     with torch.device("cpu"):
         far = apart(mixture, slots, DEVICE)
-    x, index, weights, tables = cases.case(mixture, rows, 4, BF16, slots=(0, -1, 2))
+    x, index, weights, tables = test_experts.case(mixture, rows, 4, BF16, slots=(0, -1, 2))
     out, graph = torch.empty_like(x), torch.cuda.CUDAGraph()
-    ours.experts(x, index, weights, far, out, lora=tables, module=module)
+    experts.experts(x, index, weights, far, out, lora=tables, module=module)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        ours.experts(x, index, weights, far, out, lora=tables, module=module)
+        experts.experts(x, index, weights, far, out, lora=tables, module=module)
     for _ in range(20):
-        for to, source in zip((x, index, weights), cases.case(mixture, rows, 4, BF16), strict=False):
+        for to, source in zip((x, index, weights), test_experts.case(mixture, rows, 4, BF16), strict=False):
             to.copy_(source)
         out.fill_(torch.nan)
         graph.replay()
-        assert torch.equal(out, ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables, module=module))
+        assert torch.equal(out, experts.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables, module=module))
     chosen, missed = far.near.counts.tolist()
     assert 0 < missed < chosen
     many = [one.repeat(12, *[1] * (one.dim() - 1)) for one in (x, index, weights)] if rows == 8 else ()
     if many:
-        wanted = ours.experts(*many, mixture, torch.empty_like(many[0]), module=module)
-        assert torch.equal(ours.experts(*many, far, torch.empty_like(many[0]), module=module), wanted)
+        wanted = experts.experts(*many, mixture, torch.empty_like(many[0]), module=module)
+        assert torch.equal(experts.experts(*many, far, torch.empty_like(many[0]), module=module), wanted)
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -139,11 +139,11 @@ def test_a_mixture_with_a_word_for_each_expert_counts(slots, tmp_path):
 
 @pytest.mark.parametrize("tokens, launches", [(2, 3), (96, 8)])
 def test_a_fetch_that_fails_leaves_no_slot_with_the_bytes_of_another_expert(module, tokens, launches, monkeypatch):
-    mixture = cases.mixture_of(*SIZES[1], BF16, "nf4-dq")
-    x, index, weights, _ = cases.case(mixture, tokens, 4, BF16)
-    others = cases.case(mixture, 2, 8, BF16)[:3]
-    wanted = ours.experts(*others, mixture, torch.empty_like(others[0]), module=module)
-    launch, left = ours._launch, [0]
+    mixture = test_experts.mixture_of(*SIZES[1], BF16, "nf4-dq")
+    x, index, weights, _ = test_experts.case(mixture, tokens, 4, BF16)
+    others = test_experts.case(mixture, 2, 8, BF16)[:3]
+    wanted = experts.experts(*others, mixture, torch.empty_like(others[0]), module=module)
+    launch, left = experts._launch, [0]
 
     def counted(*given):
         left[0] -= 1
@@ -151,23 +151,23 @@ def test_a_fetch_that_fails_leaves_no_slot_with_the_bytes_of_another_expert(modu
             raise torch.OutOfMemoryError("planted")
         launch(*given)
 
-    monkeypatch.setattr(ours, "_launch", counted)
+    monkeypatch.setattr(experts, "_launch", counted)
     for number in range(1, launches):
         with torch.device("cpu"):
             far = apart(mixture, 5, DEVICE)
         left[0] = number
         with pytest.raises(torch.OutOfMemoryError):
-            ours.experts(x, index, weights, far, torch.empty_like(x), module=module)
-        found = ours.experts(*others, far, torch.full_like(others[0], torch.nan), module=module)
+            experts.experts(x, index, weights, far, torch.empty_like(x), module=module)
+        found = experts.experts(*others, far, torch.full_like(others[0], torch.nan), module=module)
         assert torch.equal(found, wanted), number
 
 
 def test_torch_is_captured_too():
-    mixture = cases.mixture_of(4, 128, 64, BF16, "nf4-dq")
-    x, index, weights, tables = cases.case(mixture, 2, 2, BF16, slots=(0, -1))
-    wanted = ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables).clone()
+    mixture = test_experts.mixture_of(4, 128, 64, BF16, "nf4-dq")
+    x, index, weights, tables = test_experts.case(mixture, 2, 2, BF16, slots=(0, -1))
+    wanted = experts.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables).clone()
     out, graph = torch.empty_like(x), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ours.experts(x, index, weights, mixture, out, lora=tables)
+        experts.experts(x, index, weights, mixture, out, lora=tables)
     graph.replay()
     assert torch.equal(out, wanted)

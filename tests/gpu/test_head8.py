@@ -11,8 +11,8 @@ import torch
 
 import trimtab
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.formats import int8_head as head8
-from trimtab.engine.loader import head_kernel as head8_choice
+from trimtab.engine.formats import int8_head
+from trimtab.engine.loader import head_kernel
 from trimtab.planning.planner import ITEM
 
 REASON = nvrtc.why_not("cuda:0")
@@ -25,21 +25,21 @@ SIZES = [(262144, 1536), (262144, 2560), (262144, 3840), (262144, 2816), (32001,
 
 @pytest.fixture(scope="module")
 def module():
-    return head8.load(DEVICE)
+    return int8_head.load(DEVICE)
 
 
-def random_head(rows: int, width: int) -> head8.Head:
+def random_head(rows: int, width: int) -> int8_head.Head:
     generator = torch.Generator(device=DEVICE).manual_seed(rows)
     q = torch.randint(-127, 128, (rows, width), dtype=torch.int8, device=DEVICE, generator=generator)
-    return head8.Head(q, torch.rand(rows, device=DEVICE, generator=generator) / 500, None)
+    return int8_head.Head(q, torch.rand(rows, device=DEVICE, generator=generator) / 500, None)
 
 
 @needs_kernel
 @pytest.mark.parametrize("rows, width", SIZES)
 def test_the_kernel_agrees_with_float64_at_real_sizes(module, rows, width):
     head = random_head(rows, width)
-    assert head8_choice.why_not(head, torch.bfloat16, module) is None
-    assert head8_choice.check(module, head, counts=range(1, 9)) is None
+    assert head_kernel.why_not(head, torch.bfloat16, module) is None
+    assert head_kernel.check(module, head, counts=range(1, 9)) is None
 
 
 @needs_kernel
@@ -47,7 +47,7 @@ def test_a_captured_product_reads_what_is_there_when_it_is_replayed(module):
     head = random_head(4096, 2560)
     head.kernel.module = module
     x = torch.zeros(2, 2560, dtype=torch.bfloat16, device=DEVICE)
-    for way in (head, lambda x: head8.plain(x, head.q, head.scale)):
+    for way in (head, lambda x: int8_head.plain(x, head.q, head.scale)):
         way(x)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -58,19 +58,19 @@ def test_a_captured_product_reads_what_is_there_when_it_is_replayed(module):
             x.copy_(torch.randn(2, 2560))
             y.fill_(math.nan)
             graph.replay()
-            torch.testing.assert_close(y, head8.plain(x, head.q, head.scale), rtol=2**-7, atol=1e-3)
+            torch.testing.assert_close(y, int8_head.plain(x, head.q, head.scale), rtol=2**-7, atol=1e-3)
 
 
 @needs_kernel
 def test_launches_that_overlap_give_the_same(module):
     head = random_head(8192, 1536)
     x = torch.randn(3, 1536, device=DEVICE).bfloat16()
-    wanted = head8.launched(x, head.q, head.scale, None, module)
+    wanted = int8_head.launched(x, head.q, head.scale, None, module)
     module.overlap = True
     try:
         for _ in range(20):
             moved = x.clone()  # made by the kernel in front
-            assert torch.equal(head8.launched(moved, head.q, head.scale, None, module), wanted)
+            assert torch.equal(int8_head.launched(moved, head.q, head.scale, None, module), wanted)
     finally:
         module.overlap = False
 
@@ -78,7 +78,7 @@ def test_launches_that_overlap_give_the_same(module):
 def test_quantizing_gives_the_same_bytes_as_on_the_cpu():
     torch.manual_seed(2)
     weight = torch.randn(513, 640).bfloat16() * torch.rand(513, 1)
-    for found, wanted in zip(head8.quantize_rows(weight.to(DEVICE)), head8.quantize_rows(weight), strict=True):
+    for found, wanted in zip(int8_head.quantize_rows(weight.to(DEVICE)), int8_head.quantize_rows(weight), strict=True):
         assert torch.equal(found.cpu(), wanted)
 
 
@@ -113,7 +113,7 @@ def test_a_loaded_model_uses_the_kernel_in_every_way_to_decode(tier, decode, mon
     plan = trimtab.plan(DEMO / "base", head="int8", **options)
     with trimtab.load(plan, decode="eager") as model:
         wanted = model.answer("Who are you?", max_new_tokens=12).text
-    captured, launch = [], head8.launched
+    captured, launch = [], int8_head.launched
 
     def launched(*args, **options):
         captured.append(torch.cuda.is_current_stream_capturing())
@@ -122,11 +122,11 @@ def test_a_loaded_model_uses_the_kernel_in_every_way_to_decode(tier, decode, mon
     with trimtab.load(plan, decode=decode) as model:
         # On so small a head torch may be as fast: then it is told by name, and here used all the same.
         if model.hf_model.get_output_embeddings().packed().kernel.module is None:
-            assert head8.NAME in [one.what for one in model.fallbacks]
-            monkeypatch.setattr(head8_choice, "measure", lambda *_: {head8.NAME: (1.0, 2.0)})
-            assert head8_choice.choose(model.hf_model.lm_head) is None
+            assert int8_head.NAME in [one.what for one in model.fallbacks]
+            monkeypatch.setattr(head_kernel, "measure", lambda *_: {int8_head.NAME: (1.0, 2.0)})
+            assert head_kernel.choose(model.hf_model.lm_head) is None
         # Loading has captured steps and prompts already, with what the head used then; a replay launches nothing from here.
         model.forget_batch()
-        monkeypatch.setattr(head8, "launched", launched)
+        monkeypatch.setattr(int8_head, "launched", launched)
         assert model.answer("Who are you?", max_new_tokens=12).text == wanted
         assert captured and any(captured) == (decode != "eager")

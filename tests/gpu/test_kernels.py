@@ -6,14 +6,9 @@ import math
 import pytest
 import torch
 
-from trimtab.engine.cuda import launch_config as cuts
-from trimtab.engine.cuda import nvrtc
-from trimtab.engine.cuda import shipped_configs as launch_configs
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels import selfcheck as fused_check
-from trimtab.process import user_cache as own_folder
+from trimtab.engine.cuda import launch_config, nvrtc, shipped_configs
+from trimtab.engine.kernels import attention_and_norms, autotune, gemv4, selfcheck
+from trimtab.process import user_cache
 
 REASON = nvrtc.why_not("cuda:0")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no kernels here: {REASON}")
@@ -31,26 +26,26 @@ PRODUCTS = [
 
 @pytest.fixture(scope="module")
 def module():
-    return matvec.load(DEVICE)
+    return gemv4.load(DEVICE)
 
 
 @pytest.fixture(scope="module")
 def weights():
-    return {quant: tuning.RandomWeights(DEVICE, quant=quant) for quant in ("nf4-dq", "nf4", "fp4")}
+    return {quant: autotune.RandomWeights(DEVICE, quant=quant) for quant in ("nf4-dq", "nf4", "fp4")}
 
 
 @pytest.mark.parametrize("rows, columns", PRODUCTS)
 def test_products_of_real_models_agree_with_float64(module, weights, rows, columns):
     group = [weights["nf4-dq"].make(one, columns) for one in rows]
-    assert tuning.check(group, module, rows=(1, 2, 3, 8)) is None
+    assert autotune.check(group, module, rows=(1, 2, 3, 8)) is None
 
 
 @pytest.mark.parametrize("quant", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_formats_agree_with_float64(module, weights, quant, dtype):
     group = [weights[quant].make(one, 704, dtype) for one in (48, 17)]
-    assert matvec.why_not(group[0], dtype, DEVICE, n=8) is None
-    assert tuning.check(group, module, dtype=dtype, rows=(1, 5, 8)) is None
+    assert gemv4.why_not(group[0], dtype, DEVICE, n=8) is None
+    assert autotune.check(group, module, dtype=dtype, rows=(1, 5, 8)) is None
 
 
 @pytest.mark.parametrize(
@@ -58,11 +53,11 @@ def test_other_formats_agree_with_float64(module, weights, quant, dtype):
 )
 def test_every_likely_cut_is_right(module, weights, rows, columns, n):
     group = [weights["nf4-dq"].make(one, columns) for one in rows]
-    tried = cuts.unlike(matvec.ways(group, n, module), 12)
+    tried = launch_config.unlike(gemv4.ways(group, n, module), 12)
     assert len(tried) > 3
     for cut in tried:
-        assert tuning.check(group, module, rows=(n,), cut=cut) is None, cut
-    assert (module.scratch["parts"] == matvec.EMPTY).all()
+        assert autotune.check(group, module, rows=(n,), cut=cut) is None, cut
+    assert (module.scratch["parts"] == gemv4.EMPTY).all()
 
 
 @pytest.mark.parametrize("n", [1, 4, 8])
@@ -70,16 +65,16 @@ def test_every_likely_cut_is_right(module, weights, rows, columns, n):
 def test_a_ring_that_goes_round_gives_the_same_product(module, weights, n, groups, k_warps):
     group = [weights["nf4-dq"].make(20000, 2560)]
     x = torch.randn(n, 2560, device=DEVICE).bfloat16()
-    wanted = tuning._exact(x, group)
+    wanted = autotune._exact(x, group)
     for piece, stages in ((8, 1), (8, 2), (8, 3), (20, 1)):
-        cut = cuts.LaunchConfig(n, 10, k_warps, groups, piece, stages * groups, 1, 40, 125, 0, 0.0)
+        cut = launch_config.LaunchConfig(n, 10, k_warps, groups, piece, stages * groups, 1, 40, 125, 0, 0.0)
         cut = dataclasses.replace(cut, shared_bytes=cut.needed_bytes(n))
         if cut.shared_bytes > module.shared_bytes:
             continue
         for _ in range(3):
             out = torch.full((n, 20000), math.nan, dtype=torch.bfloat16, device=DEVICE)
-            matvec.matvec4(x, group, out, module=module, cut=cut)
-            assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR, cut
+            gemv4.matvec4(x, group, out, module=module, cut=cut)
+            assert autotune.relative_error(out, wanted) < autotune.LARGEST_ERROR, cut
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])
@@ -88,15 +83,15 @@ def test_gate_and_product_in_one_launch_equal_both_apart(module, weights, n, col
     group = [weights["nf4-dq"].make(width, columns) for _ in range(2)]
     slots = [[(torch.randn(8, columns, device=DEVICE) / 50, torch.randn(width, 8, device=DEVICE), 0.5)] for _ in group]
     x, other = torch.randn(n, columns, device=DEVICE).bfloat16(), torch.randn(n, width, device=DEVICE).bfloat16()
-    for members, gate in ((group, matvec.Gate("gelu_tanh")), (group[:1], matvec.Gate("gelu_tanh", other))):
-        lora = matvec.lora_args(slots[: len(members)], torch.zeros(n, dtype=torch.int32, device=DEVICE), 8)
-        for cut in cuts.unlike(matvec.ways(members, n, module, pair=gate.other is None), 6):
+    for members, gate in ((group, gemv4.Gate("gelu_tanh")), (group[:1], gemv4.Gate("gelu_tanh", other))):
+        lora = gemv4.lora_args(slots[: len(members)], torch.zeros(n, dtype=torch.int32, device=DEVICE), 8)
+        for cut in launch_config.unlike(gemv4.ways(members, n, module, pair=gate.other is None), 6):
             out, wanted = (torch.full((n, width), math.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-            matvec.matvec4(x, members, out, lora=lora, gate=gate, module=module, cut=cut)
-            matvec.matvec4_torch(x, members, wanted, lora=lora, gate=gate)
+            gemv4.matvec4(x, members, out, lora=lora, gate=gate, module=module, cut=cut)
+            gemv4.matvec4_torch(x, members, wanted, lora=lora, gate=gate)
             # Two rounded numbers and their product, each a step away at most here and there.
-            assert tuning.relative_error(out, wanted) < 2 * tuning.LARGEST_ERROR, cut
-    assert (module.scratch["parts"] == matvec.EMPTY).all()
+            assert autotune.relative_error(out, wanted) < 2 * autotune.LARGEST_ERROR, cut
+    assert (module.scratch["parts"] == gemv4.EMPTY).all()
 
 
 def test_one_captured_graph_serves_other_inputs_adapters_and_bytes(module, weights):
@@ -108,12 +103,12 @@ def test_one_captured_graph_serves_other_inputs_adapters_and_bytes(module, weigh
         [(torch.randn(r, 2560, device=DEVICE) / 50, torch.randn(p.shape[0], r, device=DEVICE), 0.5) if r else None for r in member]
         for p, member in zip(group, ranks)
     ]
-    lora = matvec.lora_args(slots, torch.tensor([0, -1, 1], dtype=torch.int32, device=DEVICE), width)
+    lora = gemv4.lora_args(slots, torch.tensor([0, -1, 1], dtype=torch.int32, device=DEVICE), width)
     x = torch.randn(n, 2560, device=DEVICE).bfloat16()
     out = torch.empty(n, 3072, dtype=torch.bfloat16, device=DEVICE)
 
     def run():
-        matvec.matvec4(x, group, out, lora=lora, module=module)
+        gemv4.matvec4(x, group, out, lora=lora, module=module)
 
     run()
     torch.cuda.synchronize()
@@ -128,10 +123,10 @@ def test_one_captured_graph_serves_other_inputs_adapters_and_bytes(module, weigh
         lora.low.fill_(math.nan)
         graph.replay()
         reference = dataclasses.replace(lora, low=torch.empty_like(lora.low))
-        matvec.lora_shrink_torch(x, reference)
+        gemv4.lora_shrink_torch(x, reference)
         wanted = torch.empty_like(out)
-        matvec.matvec4_torch(x, group, wanted, lora=reference)
-        assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR
+        gemv4.matvec4_torch(x, group, wanted, lora=reference)
+        assert autotune.relative_error(out, wanted) < autotune.LARGEST_ERROR
 
 
 def test_a_row_is_the_same_alone_and_among_others(module, weights):
@@ -149,15 +144,15 @@ def test_a_row_is_the_same_alone_and_among_others(module, weights):
 
     def run(x, numbers):
         n = x.shape[0]
-        found = matvec.ways(group, n, module)
+        found = gemv4.ways(group, n, module)
         cut = next(cut for cut in found if cut.splits == 1 and cut.k_warps == found[0].k_warps)
-        lora = matvec.lora_args(slots, numbers, 8)
+        lora = gemv4.lora_args(slots, numbers, 8)
         out = torch.full((n, 512), math.nan, dtype=torch.bfloat16, device=DEVICE)
-        matvec.matvec4(x, group, out, lora=lora, module=module, cut=cut)
+        gemv4.matvec4(x, group, out, lora=lora, module=module, cut=cut)
         return out
 
     together, without = run(x, numbers), run(x, torch.full_like(numbers, -1))
-    size = matvec.decoded(group[0], torch.float32).abs()
+    size = gemv4.decoded(group[0], torch.float32).abs()
     for i in range(8):
         A, B, scale = slots[0][max(int(numbers[i]), 0)]
         change = float(numbers[i] >= 0) * scale * B.abs() @ (A.abs() @ x[i].float().abs())
@@ -175,13 +170,13 @@ def test_a_dependent_launch_waits_for_what_it_reads(module, weights):
     """The product starts before what makes x ends: same bits as in plain order."""
     group = [weights["nf4-dq"].make(10240, 2560)]
     slots = [[(torch.randn(64, 2560, device=DEVICE) / 50, torch.randn(10240, 64, device=DEVICE), 0.5)]]
-    lora = matvec.lora_args(slots, torch.zeros(8, dtype=torch.int32, device=DEVICE), 64)
+    lora = gemv4.lora_args(slots, torch.zeros(8, dtype=torch.int32, device=DEVICE), 64)
     for _ in range(20):
         x = torch.randn(8, 2560, device=DEVICE).bfloat16()
         plain, early = (torch.empty(8, 10240, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-        matvec.matvec4(x, group, plain, lora=lora, module=module)
+        gemv4.matvec4(x, group, plain, lora=lora, module=module)
         lora.low.fill_(math.nan)
-        matvec.matvec4(x, group, early, lora=lora, module=module, dependent=True)
+        gemv4.matvec4(x, group, early, lora=lora, module=module, dependent=True)
         assert torch.equal(plain, early)
 
 
@@ -209,7 +204,7 @@ def test_a_chain_of_overlapping_launches_gives_the_bits_of_plain_order(module, w
     """Each product reads what the one in front wrote, in one graph: a missing wait would read old bytes."""
     down, up = weights["nf4-dq"].make(2560, 10240), weights["nf4-dq"].make(10240, 2560)
     slots = [[(torch.randn(8, 2560, device=DEVICE) / 50, torch.randn(10240, 8, device=DEVICE), 0.5)]]
-    lora = matvec.lora_args(slots, torch.zeros(2, dtype=torch.int32, device=DEVICE), 8)
+    lora = gemv4.lora_args(slots, torch.zeros(2, dtype=torch.int32, device=DEVICE), 8)
     start = torch.randn(2, 2560, device=DEVICE).bfloat16()
     narrow = [torch.empty(2, 2560, dtype=torch.bfloat16, device=DEVICE) for _ in range(13)]
     wide = torch.empty(2, 10240, dtype=torch.bfloat16, device=DEVICE)
@@ -217,9 +212,9 @@ def test_a_chain_of_overlapping_launches_gives_the_bits_of_plain_order(module, w
     def run():
         narrow[0].copy_(start)
         for x, y in zip(narrow, narrow[1:]):
-            matvec.matvec4(x, [up], wide, lora=lora, module=module)
+            gemv4.matvec4(x, [up], wide, lora=lora, module=module)
             wide.div_(wide.abs().amax())
-            matvec.matvec4(wide, [down], y, module=module)
+            gemv4.matvec4(wide, [down], y, module=module)
 
     overlaps_in_graphs(run, module, (*narrow, wide, lora.low), narrow[-1], monkeypatch)
 
@@ -228,15 +223,15 @@ def test_a_chain_of_overlapping_launches_gives_the_bits_of_plain_order(module, w
 def test_the_change_of_a_layer_that_is_not_4_bit(module, round_change):
     n, rows, columns = 4, 1000, 768
     slots = [[(torch.randn(7, columns, device=DEVICE) / 30, torch.randn(rows, 7, device=DEVICE), 2.0), None]]
-    lora = matvec.lora_args(slots, torch.tensor([0, 1, -1, 0], dtype=torch.int32, device=DEVICE), 8)
+    lora = gemv4.lora_args(slots, torch.tensor([0, 1, -1, 0], dtype=torch.int32, device=DEVICE), 8)
     x = torch.randn(n, columns, device=DEVICE).bfloat16()
     y = torch.randn(n, rows, device=DEVICE).bfloat16()
     before, wanted = y.clone(), y.clone()
     reference = dataclasses.replace(lora, low=torch.empty_like(lora.low))
-    matvec.lora_add(y, lora, module, x=x, round_change=round_change)
-    matvec.lora_shrink_torch(x, reference)
+    gemv4.lora_add(y, lora, module, x=x, round_change=round_change)
+    gemv4.lora_shrink_torch(x, reference)
     torch.testing.assert_close(lora.low[0, 0, :7], reference.low[0, 0, :7], rtol=1e-4, atol=1e-5)
-    matvec.lora_add_torch(wanted, reference, round_change=round_change)
+    gemv4.lora_add_torch(wanted, reference, round_change=round_change)
     # One step of bf16 where the two float32 sums lie on both sides of a rounding.
     assert (y == wanted).float().mean() > 0.99
     torch.testing.assert_close(y, wanted, rtol=2**-7, atol=1e-2)
@@ -245,45 +240,45 @@ def test_the_change_of_a_layer_that_is_not_4_bit(module, round_change):
 
 def test_a_kernel_that_is_wrong_is_found(module, weights, monkeypatch):
     group = [weights["nf4-dq"].make(64, 256)]
-    own = module.variant(matvec.options(group[0], torch.bfloat16))
+    own = module.variant(gemv4.options(group[0], torch.bfloat16))
     monkeypatch.setattr(own, "launch", lambda *_, **__: None)
-    assert "relative error inf" in tuning.check(group, module, rows=(1,))
+    assert "relative error inf" in autotune.check(group, module, rows=(1,))
 
 
 def test_tuning_keeps_the_fastest_cut_and_the_next_process_reads_it(module, weights, tmp_path, monkeypatch):
-    monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(user_cache, "user_cache_path", lambda name: tmp_path / name)
     groups = weights["nf4-dq"].groups((2560,), 2048, 64 * 2**20)
-    taken = tuning.tune(groups, 1, module, limit=3)
+    taken = autotune.tune(groups, 1, module, limit=3)
     best = min(taken, key=lambda cut: taken[cut])
-    assert matvec.choose(groups[0], 1, module) == best
-    tuning.keep_tuned(module)
-    read = matvec.load(DEVICE)
-    cut, status = matvec.config_of(groups[0], 1, read)
-    assert (cut, status) == (dataclasses.replace(best, estimated_us=0.0), launch_configs.MEASURED)
+    assert gemv4.choose(groups[0], 1, module) == best
+    autotune.keep_tuned(module)
+    read = gemv4.load(DEVICE)
+    cut, status = gemv4.config_of(groups[0], 1, read)
+    assert (cut, status) == (dataclasses.replace(best, estimated_us=0.0), shipped_configs.MEASURED)
 
 
 def test_a_configuration_that_was_not_measured_here_is_checked_before_it_is_used(module, weights):
     group = [weights["nf4-dq"].make(2560, 2048)]
-    held = next(cut for cut in matvec.ways(group, 1, module) if cut.held)
-    assert tuning.why_not_cut(group, 1, module, held, dtype=torch.bfloat16, gate=None) is None
-    limits = module.variant(matvec.options(group[0], torch.bfloat16, held)).limits(held.kernel)
+    held = next(cut for cut in gemv4.ways(group, 1, module) if cut.held)
+    assert autotune.why_not_cut(group, 1, module, held, dtype=torch.bfloat16, gate=None) is None
+    limits = module.variant(gemv4.options(group[0], torch.bfloat16, held)).limits(held.kernel)
     assert 16 <= limits.registers <= 255 and limits.max_threads >= held.threads
     many = dataclasses.replace(held, k_warps=64)
-    assert "threads" in launch_configs.why_not(many, limits, module.shared_bytes)
+    assert "threads" in shipped_configs.why_not(many, limits, module.shared_bytes)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
 def test_every_shipped_configuration_is_used_on_such_a_card(n, module, weights):
     """None is refused and left to a slower kernel, for registers that it was fastest without, say."""
-    configs, status = launch_configs.shipped(matvec.target_of(module))
-    if status != launch_configs.SHIPPED:
+    configs, status = shipped_configs.shipped(gemv4.target_of(module))
+    if status != shipped_configs.SHIPPED:
         pytest.skip("none are shipped for this card")
     refused = {}
     for (_, rows, columns, of, pair), cut in configs.items():
         if of == n:
             group = [weights["nf4-dq"].make(one, columns) for one in rows]
             gate = "gelu_tanh" if pair else None
-            refused[rows, columns] = tuning.why_not_cut(
+            refused[rows, columns] = autotune.why_not_cut(
                 group, n, module, dataclasses.replace(cut, normed=False), dtype=torch.bfloat16, gate=gate, is_timed=True
             )
     assert len(refused) >= 10 and not any(refused.values()), refused
@@ -296,10 +291,10 @@ def test_a_thread_of_its_own_may_launch(module, weights):
     group = [weights["nf4-dq"].make(64, 256)]
     x = torch.randn(1, 256, device=DEVICE).bfloat16()
     here, there = (torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    matvec.matvec4(x, group, here, module=module)
+    gemv4.matvec4(x, group, here, module=module)
     torch.cuda.synchronize()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(matvec.matvec4, x, group, there, module=module).result()
+        pool.submit(gemv4.matvec4, x, group, there, module=module).result()
     torch.cuda.synchronize()
     assert torch.equal(here, there)
 
@@ -313,7 +308,7 @@ WIDTHS = [256, 1536, 2560, 2816, 3840, 6144, 10240, 12288, 15360]
 
 @pytest.fixture(scope="module")
 def small():
-    return fused.load(DEVICE)
+    return attention_and_norms.load(DEVICE)
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlap"])
@@ -326,7 +321,7 @@ def overlap(request, small, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_small_kernels_over_real_shapes_pass_the_check_at_load(small, overlap, dtype):
-    assert fused_check.check(small, widths=WIDTHS, attention=ATTENTION, dtype=dtype, rows=(1, 2, 3, 8)) is None
+    assert selfcheck.check(small, widths=WIDTHS, attention=ATTENTION, dtype=dtype, rows=(1, 2, 3, 8)) is None
     assert not small.scratch["arrived"].any()
 
 
@@ -338,19 +333,19 @@ def test_one_captured_step_of_attention_serves_every_length(small, overlap, head
         keys, values = (torch.randn(n, kv_heads, places, dim, device=DEVICE).bfloat16() for _ in range(2))
         positions, at = (torch.zeros(n, dtype=torch.long, device=DEVICE) for _ in range(2))
         qkv = torch.randn(n, (heads + 2 * kv_heads) * dim, device=DEVICE).bfloat16()
-        norms = fused.HeadNorms(*(torch.randn(dim, device=DEVICE).bfloat16() / 4 for _ in range(2)), eps)
+        norms = attention_and_norms.HeadNorms(*(torch.randn(dim, device=DEVICE).bfloat16() / 4 for _ in range(2)), eps)
         cos, sin = (torch.randn(n, dim, device=DEVICE).bfloat16() for _ in range(2))
         q = torch.empty(n, heads, dim, dtype=torch.bfloat16, device=DEVICE)
         out = torch.empty(n, heads * dim, dtype=torch.bfloat16, device=DEVICE)
-        floats = fused.scratch_values(n, heads, kv_heads, dim, places, small.multiprocessors)
+        floats = attention_and_norms.scratch_values(n, heads, kv_heads, dim, places, small.multiprocessors)
         scratch = torch.full((floats,), math.nan, device=DEVICE)
 
         def step():
             torch.remainder(positions, places, out=at)  # noqa: B023
-            fused.rope_write(
+            attention_and_norms.rope_write(
                 qkv, heads, kv_heads, dim, norms, cos, sin, keys, values, at, q, module=small  # noqa: B023
             )  # fmt: skip
-            fused.attend(q, keys, values, positions, dim**-0.5, None, out, scratch, small)  # noqa: B023
+            attention_and_norms.attend(q, keys, values, positions, dim**-0.5, None, out, scratch, small)  # noqa: B023
 
         step()
         torch.cuda.synchronize()
@@ -365,15 +360,17 @@ def test_one_captured_step_of_attention_serves_every_length(small, overlap, head
                     cache[i, :, last + 1 :] = math.nan
             wanted_keys, wanted_values = keys.clone(), values.clone()
             wanted_q = torch.empty_like(q)
-            fused.rope_write(qkv, heads, kv_heads, dim, norms, cos, sin, wanted_keys, wanted_values, positions % places, wanted_q)
+            attention_and_norms.rope_write(
+                qkv, heads, kv_heads, dim, norms, cos, sin, wanted_keys, wanted_values, positions % places, wanted_q
+            )
             q.fill_(math.nan), out.fill_(math.nan), scratch.fill_(math.nan)
             graph.replay()
-            assert fused_check.relative_error(q, wanted_q) <= fused_check.LARGEST_DIFFERENCE[torch.bfloat16]
+            assert selfcheck.relative_error(q, wanted_q) <= selfcheck.LARGEST_DIFFERENCE[torch.bfloat16]
             for found, wanted in ((keys, wanted_keys), (values, wanted_values)):
                 assert torch.equal(found.isnan(), wanted.isnan())
-                assert fused_check.relative_error(found.nan_to_num(), wanted.nan_to_num()) <= 1e-3
-            exact = fused_check.attend_exact(q, keys, values, positions, dim**-0.5, None)
-            assert fused_check.relative_error(out, exact) <= fused_check.LARGEST_ERROR[torch.bfloat16], (places, position)
+                assert selfcheck.relative_error(found.nan_to_num(), wanted.nan_to_num()) <= 1e-3
+            exact = selfcheck.attend_exact(q, keys, values, positions, dim**-0.5, None)
+            assert selfcheck.relative_error(out, exact) <= selfcheck.LARGEST_ERROR[torch.bfloat16], (places, position)
 
 
 @pytest.mark.parametrize("places", [32768, 131072])
@@ -384,9 +381,9 @@ def test_attention_over_long_contexts_agrees_with_float64(small, places):
     for position in (places - 1, places - 1000, 12345, 5):
         positions = torch.tensor([position], device=DEVICE)
         out = torch.full((1, heads * dim), math.nan, dtype=torch.bfloat16, device=DEVICE)
-        fused.attend(q, keys, values, positions, dim**-0.5, None, out, None, small)
-        exact = fused_check.attend_exact(q, keys, values, positions, dim**-0.5, None)
-        assert fused_check.relative_error(out, exact) <= fused_check.LARGEST_ERROR[torch.bfloat16], position
+        attention_and_norms.attend(q, keys, values, positions, dim**-0.5, None, out, None, small)
+        exact = selfcheck.attend_exact(q, keys, values, positions, dim**-0.5, None)
+        assert selfcheck.relative_error(out, exact) <= selfcheck.LARGEST_ERROR[torch.bfloat16], position
 
 
 @pytest.mark.skipif(torch.cuda.get_device_capability() < (9, 0), reason="dependent launch begins with 9.0")
@@ -396,19 +393,21 @@ def test_overlapping_small_kernels_give_the_bits_of_plain_order(small, monkeypat
     start = torch.randn(n, width, device=DEVICE).bfloat16()
     weight, turn = torch.randn(width, device=DEVICE).bfloat16() / 4, torch.randn(n, dim, device=DEVICE).bfloat16()
     keys, values = (torch.randn(n, kv_heads, places, dim, device=DEVICE).bfloat16() for _ in range(2))
-    positions, norms = torch.tensor([599, 77], device=DEVICE), fused.HeadNorms(weight[:dim], None, 1e-6)
+    positions, norms = torch.tensor([599, 77], device=DEVICE), attention_and_norms.HeadNorms(weight[:dim], None, 1e-6)
     q = torch.empty(n, heads, dim, dtype=torch.bfloat16, device=DEVICE)
-    scratch = torch.empty(fused.scratch_values(n, heads, kv_heads, dim, places, small.multiprocessors), device=DEVICE)
+    scratch = torch.empty(attention_and_norms.scratch_values(n, heads, kv_heads, dim, places, small.multiprocessors), device=DEVICE)
     h, x, looked, gated = (torch.empty_like(start) for _ in range(4))
 
     def run():
         h.copy_(start)
         x.copy_(start)
         for _ in range(12):
-            fused.rope_write(x, heads, kv_heads, dim, norms, turn, turn, None, None, None, q, module=small, mode="shared")
-            fused.attend(q, keys, values, positions, dim**-0.5, None, looked, scratch, small)
-            fused.gated(looked, x, gated, "gelu_tanh", small)
-            fused.add_norm(gated, h, weight, weight, 1e-6, None, h, x, small)
+            attention_and_norms.rope_write(
+                x, heads, kv_heads, dim, norms, turn, turn, None, None, None, q, module=small, mode="shared"
+            )
+            attention_and_norms.attend(q, keys, values, positions, dim**-0.5, None, looked, scratch, small)
+            attention_and_norms.gated(looked, x, gated, "gelu_tanh", small)
+            attention_and_norms.add_norm(gated, h, weight, weight, 1e-6, None, h, x, small)
 
     overlaps_in_graphs(run, small, (h, x, looked, gated, q, scratch), x, monkeypatch)
 
@@ -421,4 +420,4 @@ def test_a_small_kernel_that_does_nothing_is_found(small, monkeypatch):
 
     for name in ("add_norm", "gated", "rope_write"):
         skip(name)
-        assert name in fused_check.check(small, widths=(2560,), attention=((8, 2, 256),), rows=(1,))
+        assert name in selfcheck.check(small, widths=(2560,), attention=((8, 2, 256),), rows=(1,))

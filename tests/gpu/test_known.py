@@ -6,8 +6,7 @@ import sys
 
 import torch
 
-from trimtab.machine import gpus
-from trimtab.machine import machine_cache as known
+from trimtab.machine import gpus, machine_cache
 
 MIB = 2**20
 CODE = """
@@ -39,4 +38,4 @@ def test_free_memory_is_what_the_driver_has_given_nobody():
 
 
 def test_torch_is_asked_where_it_is_loaded():
-    assert known.find_machine("cuda:0") is None
+    assert machine_cache.find_machine("cuda:0") is None

@@ -6,15 +6,14 @@ import torch
 from tests.engine.decode.test_graphs import ASKED, answers, demo, joined
 from trimtab.engine.cuda.nvrtc import side_stream
 from trimtab.engine.formats.weights import dequantize
-from trimtab.engine.kernels import gemm4 as many_rows
-from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import gemm4, gemv4
 from trimtab.engine.kernels.autotune import RandomWeights
 from trimtab.engine.memory.graph_cache import GraphCache
 
 
 @pytest.fixture(scope="module")
 def module():
-    return many_rows.load("cuda:0")
+    return gemm4.load("cuda:0")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -23,7 +22,7 @@ def test_products_of_many_rows_are_right_at_the_sizes_of_layers(module, quant, d
     weights = RandomWeights(torch.device("cuda:0"), quant=quant)
     for shape, columns in (((2048, 512, 512), 2560), ((10240, 10240), 2560), ((2560,), 10240), ((256,), 2560), ((2560,), 256)):
         group = [weights.make(rows, columns, dtype) for rows in shape]
-        assert many_rows.wrong(group, module, dtype) is None
+        assert gemm4.wrong(group, module, dtype) is None
 
 
 @pytest.mark.parametrize("is_unpacked", [False, True])
@@ -37,13 +36,13 @@ def test_a_x_beside_the_product_changes_no_bits(module, n, is_unpacked):
     adapters = [
         [(torch.randn(8, columns, device=device), torch.randn(rows, 8, device=device), 0.5) for _ in range(4)] for rows in shape
     ]
-    lora = matvec.lora_args(adapters, torch.arange(n, dtype=torch.int32, device=device) % 5 - 1, 16)
+    lora = gemv4.lora_args(adapters, torch.arange(n, dtype=torch.int32, device=device) % 5 - 1, 16)
     stream, outputs = torch.cuda.Stream(device), []
     for beside in (None, stream):
         out = torch.full((n, sum(shape)), torch.nan, dtype=torch.bfloat16, device=device)
 
         def run(out=out, beside=beside):
-            many_rows.linear(x, group, out, lora=lora, module=module, unpacked=unpacked, beside=beside)
+            gemm4.linear(x, group, out, lora=lora, module=module, unpacked=unpacked, beside=beside)
 
         run()
         outputs.append(out.clone())

@@ -14,17 +14,12 @@ from tests import pico, stock
 from tests.engine.loader.test_load import inputs_of
 from trimtab.engine.cuda.nvrtc import side_stream
 from trimtab.engine.formats.packed import Packed
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels import device_kernels as kernels
-from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels import selfcheck as fused_check
+from trimtab.engine.kernels import attention_and_norms, autotune, device_kernels, gemv4, selfcheck
 from trimtab.engine.layers import leaves
 from trimtab.engine.lora.store import AdapterStore
-from trimtab.engine.memory import rates as devices
-from trimtab.engine.memory import reserve as transient_room
+from trimtab.engine.memory import rates, reserve
 from trimtab.engine.memory.graph_cache import GraphCache
-from trimtab.engine.tiers import streaming as tiers
+from trimtab.engine.tiers import streaming
 from trimtab.engine.tiers.reader import HostMemory, seen_by
 from trimtab.errors import DeviceError
 from trimtab.planning.request.card_machine import THREAD_STACK_BYTES
@@ -36,7 +31,7 @@ def big_groups(count: int, nbytes: int, pieces: int = 1):
     """Return blocks in so many pieces, neighbours cut at other places: (group, places of pieces) of each, and the pieces' sums."""
     groups, expected = [], []
     for number in range(count):
-        writer, places = tiers.GroupWriter(f"layers.{number}", nbytes + 256 * pieces, pinned=True), []
+        writer, places = streaming.GroupWriter(f"layers.{number}", nbytes + 256 * pieces, pinned=True), []
         shares = [1 + (number + piece) % 3 for piece in range(pieces)]
         for share in shares:
             writer.begin_piece()
@@ -56,7 +51,7 @@ def views_of(streamer, group, places):
 def test_a_slot_is_not_overwritten_while_queued_work_reads_it():
     """Slow kernels are queued on each block before the next is entered; a missing wait would change their sums."""
     groups, expected = big_groups(6, 32 * 2**20)
-    streamer = tiers.Streamer(GPU, [group for group, _ in groups], slot_count=2)
+    streamer = streaming.Streamer(GPU, [group for group, _ in groups], slot_count=2)
     streamer.poison = True
     sums = []
     for _ in range(5):
@@ -73,7 +68,7 @@ def test_a_slot_is_not_overwritten_while_queued_work_reads_it():
 def test_captured_passes_follow_each_other_with_the_first_blocks_in_the_buffers(count, slots, pieces):
     """Replays are queued without a wait, others' blocks enter between them; a copy too early or too late would change the sums."""
     groups, expected = big_groups(count + 1, 16 * 2**20, pieces)
-    streamer = tiers.Streamer(GPU, [group for group, _ in groups], slot_count=slots)
+    streamer = streaming.Streamer(GPU, [group for group, _ in groups], slot_count=slots)
     streamer.poison = True
     order = [piece for group, _ in groups[:count] for piece in group.pieces]
     sums = torch.zeros(count * pieces, dtype=torch.long, device=GPU)
@@ -105,7 +100,7 @@ def test_captured_passes_follow_each_other_with_the_first_blocks_in_the_buffers(
         replayed, others = [], []
         for number in range(8):
             sums.zero_()
-            tiers.replay(streamer, order, graph)
+            streaming.replay(streamer, order, graph)
             replayed.append(sums.clone())
             if number % 3 == 2:  # another block takes a buffer between two replays
                 others += [view.sum() for view in views_of(streamer, *groups[count])]
@@ -174,23 +169,23 @@ def test_a_host_leaf_moves_activations_and_not_weights():
 @pytest.mark.parametrize("attention", [(8, 2, 512), (8, 2, 256), (4, 2, 32)])
 def test_checks_of_attention_take_what_is_counted_for_them(attention):
     """At the sizes of real models and of the demo: memory for them is taken from a device that a model may fill."""
-    module = fused.load(GPU)
-    fused_check.check(module, widths=(64,), attention=(attention,), rows=(1,))
+    module = attention_and_norms.load(GPU)
+    selfcheck.check(module, widths=(64,), attention=(attention,), rows=(1,))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    assert fused_check.check(module, widths=(2560, 10240), attention=(attention,)) is None
-    counted = kernels.check_bytes([attention], torch.bfloat16)
+    assert selfcheck.check(module, widths=(2560, 10240), attention=(attention,)) is None
+    counted = device_kernels.check_bytes([attention], torch.bfloat16)
     assert torch.cuda.max_memory_allocated() - before <= counted
 
 
 def test_checks_of_products_take_what_is_counted_for_them():
-    module = matvec.load(GPU)
-    group = [tuning.RandomWeights(GPU).make(10240, 2560)]
-    tuning.check(group, module, rows=(1,))
+    module = gemv4.load(GPU)
+    group = [autotune.RandomWeights(GPU).make(10240, 2560)]
+    autotune.check(group, module, rows=(1,))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    assert tuning.check(group, module) is None
-    assert torch.cuda.max_memory_allocated() - before <= kernels.check_bytes([], torch.bfloat16)
+    assert autotune.check(group, module) is None
+    assert torch.cuda.max_memory_allocated() - before <= device_kernels.check_bytes([], torch.bfloat16)
 
 
 def test_host_memory_is_seen_as_a_tensor_of_the_device_and_unlocked_with_it():
@@ -210,7 +205,7 @@ def test_host_memory_is_seen_as_a_tensor_of_the_device_and_unlocked_with_it():
 
 def test_the_context_keeps_short_stacks(tmp_path):
     """What a plan counts for the context: the driver makes stacks larger for a kernel that needs more."""
-    assert devices.bound_stacks("cuda:0")
+    assert rates.bound_stacks("cuda:0")
     driver, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t()
     assert driver.cuCtxGetLimit(ctypes.byref(size), 0) == 0 and size.value == THREAD_STACK_BYTES
     sorted_, _ = torch.randn(2**20, device=GPU).sort()  # kernels of torch that use local memory
@@ -236,10 +231,10 @@ def test_prompts_of_new_lengths_take_no_memory_outside_torch(tmp_path):
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         for count in (30, 31):
             model.logits(list(range(3, 3 + count)))
-        before = devices.outside_torch(GPU)
+        before = rates.outside_torch(GPU)
         for count in range(40, 40 + 5 * 40, 5):
             model.logits([3 + number % 40 for number in range(count)])
-        assert devices.outside_torch(GPU) - before <= 4 * 2**20
+        assert rates.outside_torch(GPU) - before <= 4 * 2**20
 
 
 def test_what_a_plan_counts_for_torch_is_held_from_the_start(tmp_path):
@@ -249,7 +244,7 @@ def test_what_a_plan_counts_for_torch_is_held_from_the_start(tmp_path):
     made = trimtab.plan(folder, context=64, quant="nf4", decode="eager", gpu_memory="3GiB")
     with trimtab.load(made) as model:
         held = torch.cuda.memory_reserved() - before
-        counted = transient_room.torch_bytes(made)
+        counted = reserve.torch_bytes(made)
         assert held <= counted and (counted < 64 * 2**20 or held >= counted - before - 64 * 2**20)
         model.logits([1, 2, 3])
         assert torch.cuda.memory_reserved() - before <= counted + 2 * 2**21

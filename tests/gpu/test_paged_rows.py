@@ -11,8 +11,7 @@ from tests.engine.kv.test_paged_rows import CONTEXT, DEVICE, with_pool
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import selfcheck as fused_check
+from trimtab.engine.kernels import attention_and_norms, selfcheck
 from trimtab.planning.values.byte_sizes import PAGE_TOKENS
 
 ROWS = 4
@@ -27,9 +26,9 @@ def replayed():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_over_pages_has_the_same_bits_at_every_size_of_gemma_4(dtype):
-    module = fused.load("cuda")
+    module = attention_and_norms.load("cuda")
     kinds = [(8, 2, 512), (8, 1, 512), (16, 1, 512), (8, 2, 256), (8, 4, 256), (32, 8, 128)]
-    assert fused_check.check_pages(module, kinds, dtype) is None
+    assert selfcheck.check_pages(module, kinds, dtype) is None
 
 
 def said(model, decode, names):

@@ -8,7 +8,7 @@ from tests import pico
 from tests.engine.decode.test_graphs import demo
 from tests.engine.kernels.test_fused_kernels import wide
 from tests.engine.prefill.test_prefill import answered, differ, eager, ids, in_chunks, named
-from trimtab.engine.batched_lora import columns as adapter_columns
+from trimtab.engine.batched_lora import columns
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.cuda.check_cache import CardEntries
 from trimtab.engine.formats.bitsandbytes import quantize
@@ -46,11 +46,11 @@ def test_adapters_inside_products_are_right(module, quant):
     for shape in ((10240, 2560), (512, 2560), (2560, 10240), (96, 320), (40, 64)):
         weight = quantize(torch.randn(shape, device="cuda:0").bfloat16(), quant)
         room = torch.empty(shape[0] * (shape[1] + ADAPTER_COLUMNS), dtype=torch.bfloat16, device="cuda:0")
-        assert adapter_columns.wrong(weight, room, module, tokens=(1, 17, 64, 515, 1024)) is None
+        assert columns.wrong(weight, room, module, tokens=(1, 17, 64, 515, 1024)) is None
     ranks = (1, 7, 8, 9, 31, 32)
     for rank in ranks:
-        assert adapter_columns.wrong(weight, room, module, tokens=(33,), ranks=(rank,)) is None
-    assert ranks[-1] == adapter_columns.MOST_RANK
+        assert columns.wrong(weight, room, module, tokens=(33,), ranks=(rank,)) is None
+    assert ranks[-1] == columns.MOST_RANK
 
 
 @pytest.mark.parametrize("family", ["gemma4", "llama"])

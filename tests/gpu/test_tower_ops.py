@@ -14,7 +14,7 @@ from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import PromptKernels
 from trimtab.engine.layers.leaves import ResidentLeaf
-from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora import layers
 from trimtab.engine.lora.store import AdapterStore, Selection
 from trimtab.engine.towers.graphs import Towers
 from trimtab.request import GenerateRequest
@@ -51,7 +51,7 @@ def test_a_product_of_an_image_s_patches_has_the_bits_of_bitsandbytes(shape, qua
 def test_an_adapter_of_an_image_s_patches_is_as_right_as_pefts(shape, rank):
     leaf, x = layer(shape, "nf4-dq"), random(1, PATCHES, shape[1]).bfloat16()
     A, B = random(rank, shape[1]) / shape[1] ** 0.5, random(shape[0], rank)
-    leaf.adapters["a"] = lora.LinearAdapter("vision", 0.5, A, B)
+    leaf.adapters["a"] = layers.LinearAdapter("vision", 0.5, A, B)
     leaf.adapter_store.select(Selection("a"))
     weight = dequantize(leaf.packed()).double()
     exact = x.double() @ weight.T + 0.5 * (x.double() @ A.double().T @ B.double().T)

@@ -22,8 +22,7 @@ import transformers
 
 import trimtab
 from tests.raised import refused
-from trimtab.machine import environment as module
-from trimtab.machine import gpus
+from trimtab.machine import environment, gpus
 from trimtab.machine.environment import Environment, Gpu, Package, environment_document, read_environment
 from trimtab.machine.environment_child import PACKAGES, how_installed, read_package, read_torch
 from trimtab.process import redact
@@ -158,20 +157,20 @@ def test_scrubbed_text_starts_at_the_package_and_names_nobody(monkeypatch):
 
 def test_only_the_number_of_a_kernel_release_is_told(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(module.platform, "release", lambda: "6.8.1-ann-special")
-    monkeypatch.setattr(module.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(module.platform, "freedesktop_os_release", lambda: {"PRETTY_NAME": "Some Linux 9"})
-    assert module.os_name() == "Some Linux 9 (Linux 6.8.1)"
-    monkeypatch.setattr(module.platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2")
-    assert module.os_name() == "Some Linux 9 (Linux 5.15.90.1, WSL)"
+    monkeypatch.setattr(environment.platform, "release", lambda: "6.8.1-ann-special")
+    monkeypatch.setattr(environment.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(environment.platform, "freedesktop_os_release", lambda: {"PRETTY_NAME": "Some Linux 9"})
+    assert environment.os_name() == "Some Linux 9 (Linux 6.8.1)"
+    monkeypatch.setattr(environment.platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2")
+    assert environment.os_name() == "Some Linux 9 (Linux 5.15.90.1, WSL)"
 
 
 # The machine's parts --------------------------------------------------------------------------------------------------
 
 
 def test_only_flags_that_decide_kernels_are_told(monkeypatch):
-    monkeypatch.setattr(module, "read_cpuinfo", lambda field: "fpu avx2 avx512_bf16 sse" if field == "flags" else "")
-    assert module.cpu_flags() == ("avx2", "avx512_bf16")
+    monkeypatch.setattr(environment, "read_cpuinfo", lambda field: "fpu avx2 avx512_bf16 sse" if field == "flags" else "")
+    assert environment.cpu_flags() == ("avx2", "avx512_bf16")
 
 
 class _Nvml:
@@ -192,19 +191,19 @@ class _Nvml:
 def test_driver_is_what_nvml_says_and_nvml_is_closed(monkeypatch):
     library = _Nvml(0)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    assert module.nvidia_driver() == "580.65.06"
+    assert environment.nvidia_driver() == "580.65.06"
     assert library.closed
 
 
 def test_no_driver_without_nvml_or_when_it_refuses(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: _Nvml(9))
-    assert module.nvidia_driver() is None
+    assert environment.nvidia_driver() is None
 
     def missing(name):
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert module.nvidia_driver() is None
+    assert environment.nvidia_driver() is None
 
 
 # JSON and text --------------------------------------------------------------------------------------------------------

@@ -56,9 +56,9 @@ def main() -> None:
     model, adapter, folder, points = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
     import torch
 
-    from trimtab.engine.loader import transformers_model as hf  # noqa: F401
+    from trimtab.engine.loader import transformers_model  # noqa: F401
     from trimtab.merging import merge  # noqa: F401
-    from trimtab.merging.changes import plan as recipe  # noqa: F401
+    from trimtab.merging.changes import plan  # noqa: F401
     from trimtab.merging.files import write as stream  # noqa: F401
 
     torch.set_num_threads(1)

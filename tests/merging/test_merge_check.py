@@ -93,10 +93,10 @@ def test_a_packed_value_is_right_under_the_scale_in_the_file_whichever_was_chose
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums in another order may choose another scale that is as good; the values have to follow from it."""
-    from trimtab.engine.formats import coded_files as pack
+    from trimtab.engine.formats import coded_files
 
     calls = 0
-    own = pack.choose_scales
+    own = coded_files.choose_scales
 
     def another(blocks: Tensor, shares: Any = None) -> Tensor:
         nonlocal calls
@@ -105,7 +105,7 @@ def test_a_packed_value_is_right_under_the_scale_in_the_file_whichever_was_chose
         # Every call gives a scale that differs in its last bits.
         return found * (1 + calls * 2.0**-22)
 
-    monkeypatch.setattr(pack, "choose_scales", another)
+    monkeypatch.setattr(coded_files, "choose_scales", another)
     report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True, requantize="nf4")
     assert report.check is not None and report.check.passed and len(report.check.changed) == 14
     assert calls > 14

@@ -12,10 +12,10 @@ import trimtab
 from tests import stock
 from tests.long_runs import slow_on_cpu
 from tests.merged_models import load
-from trimtab.demo import demo as line
+from trimtab.demo import demo
 from trimtab.merging import merge
 
-DEMO = line.FOLDER
+DEMO = demo.FOLDER
 PROMPTS = [json.loads(text) for text in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
 
 

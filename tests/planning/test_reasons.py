@@ -15,10 +15,9 @@ from tests.planning import test_planner
 from tests.planning.test_planner import CPU, GIB, MIB, TABLE
 from tests.planning.values.test_execution import H200, card
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.loader import transformers_model
 from trimtab.errors import gib
-from trimtab.planning import Rates, make_plan, planner
-from trimtab.planning import search as reasons_module
+from trimtab.planning import Rates, make_plan, planner, search
 from trimtab.planning.values.byte_sizes import allocator_reserve_bytes
 from trimtab.request import LoadRequest
 
@@ -124,11 +123,11 @@ def test_a_block_that_cannot_move_says_why_and_a_movable_one_never_does():
     """No anatomy here has such blocks: what a block is read for, and what it refuses, is its own (`blocks.py`)."""
     why = SimpleNamespace(asked={}, too_much="", far="")
     fixed = SimpleNamespace(block_path="b", movable_bytes=0, refused={"stream": "nothing of it can be read later"})
-    assert reasons_module.Reasons.of(why, fixed, SimpleNamespace(tier="resident")) == "nothing of it can be read later"
+    assert search.Reasons.of(why, fixed, SimpleNamespace(tier="resident")) == "nothing of it can be read later"
     free = SimpleNamespace(block_path="b", movable_bytes=1, refused=fixed.refused, paid="request")
-    assert reasons_module.Reasons.of(why, free, SimpleNamespace(tier="resident")) == "fits"
+    assert search.Reasons.of(why, free, SimpleNamespace(tier="resident")) == "fits"
     why.too_much = "1 B over the budget of cuda:0"
-    assert reasons_module.Reasons.of(why, free, SimpleNamespace(tier="resident")) == "stays: read once per request"
+    assert search.Reasons.of(why, free, SimpleNamespace(tier="resident")) == "stays: read once per request"
 
 
 # Bytes per second that the runs measured on their cards: their recorded predictions, solved for it with the constants of then.
@@ -166,8 +165,8 @@ def anatomy_of(size, folder):
         file.truncate(8 + len(text) + end)  # sparse
     config.save_pretrained(folder)
     checkpoint = read_checkpoint(folder)
-    return hf.anatomy_of(
-        hf.probe(checkpoint, "bfloat16"), checkpoint, quant="nf4-dq",
+    return transformers_model.anatomy_of(
+        transformers_model.probe(checkpoint, "bfloat16"), checkpoint, quant="nf4-dq",
         experts="nf4-dq" if getattr(config.get_text_config(), "num_experts", None) else "auto",
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ import pytest
 
 import trimtab.demo as demo
 from tests import waiting
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.process import interrupts
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends a POSIX signal")
@@ -165,7 +165,7 @@ def test_while_what_a_command_needs_is_imported(command: str, library: str) -> N
 
 
 def test_every_command_that_takes_longer_than_a_moment_is_tried() -> None:
-    known = next(action.choices for action in cli.parser()._actions if action.dest == "name" and action.choices)
+    known = next(action.choices for action in main.parser()._actions if action.dest == "name" and action.choices)
     assert {arguments[0] for arguments in COMMANDS.values()} | set(MOMENTARY) == set(known)
 
 

@@ -31,7 +31,6 @@ NO_FILES = {
     "trimtab/checkpoint/end_tokens.py:_number": "a list in the first 4 MiB of tokenizer.json; in doubt nothing is said",
     "trimtab/serve/grammar/source.py:from_json": "what the worker sent",
     "trimtab/serve/grammar/prover.py:prove": "what a process of this package sent",
-    "trimtab/serve/grammar/child.py:from_bytes": "what the worker sent",
     "trimtab/gguf/companion.py": "what the tokenizers package wrote in this process",
     "trimtab/gguf/folders.py:read_table": "this package's own file, with its checksum",
     "trimtab/machine/environment_child.py:how_installed": "in interpreters without this package; an installed package's metadata",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from trimtab.process import user_cache as own_folder
+from trimtab.process import user_cache
 from trimtab.process import work_folder as module
 from trimtab.process.runner import run_inside
 from trimtab.process.user_cache import DIGEST_BYTES, RefusedError, hashed, prune, read_own, touch, write_own
@@ -22,13 +22,13 @@ needs_owners = pytest.mark.skipif(sys.platform == "win32", reason="Windows has a
 
 @pytest.fixture
 def base(tmp_path, monkeypatch):
-    monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
-    own_folder._warn_once.cache_clear()
+    monkeypatch.setattr(user_cache, "user_cache_path", lambda name: tmp_path / name)
+    user_cache._warn_once.cache_clear()
     return tmp_path / "trimtab"
 
 
 def written(base, contents=b"contents", key="key"):
-    path = own_folder.own_folder("things") / hashed(key)
+    path = user_cache.own_folder("things") / hashed(key)
     write_own(path, key, contents)
     return path
 
@@ -81,11 +81,11 @@ def test_more_bytes_than_allowed_are_not_read(base):
 @needs_owners
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
 def test_a_folder_that_others_can_write_is_refused_and_that_is_logged_once(mode, base, caplog):
-    folder = own_folder.own_folder("things")
+    folder = user_cache.own_folder("things")
     folder.chmod(mode)
     for _ in range(2):
         with pytest.raises(RefusedError, match="can be written by others"):
-            own_folder.own_folder("things")
+            user_cache.own_folder("things")
     (record,) = [one for one in caplog.records if one.name == "trimtab"]
     assert str(folder) in record.getMessage()
 
@@ -95,7 +95,7 @@ def test_a_folder_of_another_user_is_refused(base, monkeypatch):
     path = written(base)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(RefusedError, match=f"belongs to user {os.getuid()}, not to {os.getuid() + 1}"):
-        own_folder.own_folder("things")
+        user_cache.own_folder("things")
     assert read(path) is None
 
 
@@ -106,7 +106,7 @@ def test_a_link_in_place_of_the_folder_or_of_a_file_is_refused(base, tmp_path):
     base.mkdir()
     (base / "things").symlink_to(elsewhere)
     with pytest.raises(RefusedError, match="no plain folder"):
-        own_folder.own_folder("things")
+        user_cache.own_folder("things")
     (base / "things").unlink()
     path = written(base)
     path.rename(elsewhere / "file")

@@ -14,8 +14,8 @@ import pytest
 
 from tests import ROOT, waiting
 from tests.raised import refused
-from trimtab.cli import main as cli
-from trimtab.cli.commands import serve as commands_serve
+from trimtab.cli import main
+from trimtab.cli.commands import serve
 from trimtab.errors import RequestError
 from trimtab.serve import run
 from trimtab.serve.contract.settings import Settings
@@ -316,7 +316,7 @@ def python(*arguments):
 def test_what_the_command_cannot_do_is_said_before_anything_is_loaded(arguments, words, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(Slots, "begin", lambda slots: pytest.fail("a worker was started"))
-    assert cli.main(["serve", *arguments, "--port", "0"]) == 2
+    assert main.main(["serve", *arguments, "--port", "0"]) == 2
     said = capsys.readouterr().err
     assert words in said and "Traceback" not in said
 
@@ -339,7 +339,7 @@ def test_no_worker_starts_before_the_port_is_taken(monkeypatch):
     with listen("127.0.0.1", 0) as first:
         settings = Settings(port=first.getsockname()[1], page=False)
         with pytest.raises(RequestError) as caught:
-            commands_serve._serve([], settings, 1, print, reread=None)
+            serve._serve([], settings, 1, print, reread=None)
     assert caught.value.field == "port"
 
 
@@ -357,7 +357,7 @@ def test_connections_wait_from_the_start_of_the_workers_on_and_end_with_the_comm
     monkeypatch.setattr(Slots, "begin", begin)
     monkeypatch.setattr(listener, "listen", listen_here)
     with pytest.raises(BeginError):
-        commands_serve._serve([], Settings(port=0, page=False), 1, print, reread=None)
+        serve._serve([], Settings(port=0, page=False), 1, print, reread=None)
     with early[0], suppress(ConnectionResetError):
         assert early[0].recv(1) == b""
     assert listening[0].fileno() == -1

@@ -87,7 +87,7 @@ def test_every_former_module_is_imported_and_its_renamed_members_lead_to_what_th
         "    assert found is getattr(importlib.import_module(new), present), (old, name)\n"
         "    assert f'{old}.{name} is {new}.{present} now' in str(told[0].message)\n"
         "from trimtab.runtime.kernels import *\n"
-        "print(Kernels.__name__, fused.__name__)\n"
+        "print(Kernels.__name__, attention_and_norms.__name__)\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=rooms.ROOT)
     assert ran.stdout == "called\nDeviceKernels trimtab.engine.kernels.attention_and_norms\n", ran.stderr
@@ -211,3 +211,22 @@ def test_no_kernel_asks_for_a_format():
 )  # fmt: skip
 def test_the_names_of_formats_are_found_in_a_source(text, wanted):
     assert sorted(format_names(text)) == wanted
+
+
+def renamed_modules(text: str) -> list[str]:
+    """Return the modules of the package that a file imports under another name although it has no other use for their own."""
+    tree = ast.parse(text)
+    imports = [(node.module, one) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for one in node.names]
+    used = {one.asname or one.name for _, one in imports} | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    used |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    renamed = ((f"{module}.{one.name}", one) for module, one in imports if one.asname not in (None, one.name))
+    return [name for name, one in renamed if (rooms.ROOT / f"{name.replace('.', '/')}.py").is_file() and one.name not in used]
+
+
+def test_a_module_is_imported_under_its_own_name_so_that_a_search_finds_its_uses():
+    files = sorted(rooms.PACKAGE.rglob("*.py"))
+    assert {file.name: found for file in files if (found := renamed_modules(file.read_text(encoding="utf-8")))} == {}
+    assert renamed_modules("from trimtab.engine.kv import kv_cache as slots\nslots.x()") == ["trimtab.engine.kv.kv_cache"]
+    assert renamed_modules("from trimtab.engine.kv import kv_cache as slots\ndef run(kv_cache): ...") == []
+    assert renamed_modules("from trimtab.engine.kv import kv_cache\nfrom os import path as place") == []

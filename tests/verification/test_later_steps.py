@@ -16,8 +16,8 @@ from trimtab import demo
 from trimtab.cli.main import main
 from trimtab.errors import AdapterError, UpstreamError
 from trimtab.process import interrupts
-from trimtab.verification import verify as verifying
-from trimtab.verification.routes import runner as routes
+from trimtab.verification import verify
+from trimtab.verification.routes import runner
 
 BASE, STYLE = str(demo.FOLDER / "base"), str(demo.ADAPTERS["style"])
 NOT_COMPARED = (
@@ -55,7 +55,7 @@ def test_lanes_that_cannot_be_run_leave_the_comparison(monkeypatch, capsys):
     def lanes(*args, **kwargs):
         raise UpstreamError("peft cannot merge it", package="peft", installed="1", fixed_in=None)
 
-    monkeypatch.setattr(verifying, "_with_lanes", lanes)
+    monkeypatch.setattr(verify, "_with_lanes", lanes)
     report = trimtab.verify(
         BASE, adapters={"style": STYLE}, against="base", prompts=["Who are you?"], new_tokens=2, lanes=True, isolated=False
     )
@@ -106,8 +106,8 @@ def test_processes_end_by_themselves_when_their_parent_is_killed(tmp_path, comma
 
 def in_one_process(replace):
     """Let the routes of a comparison run where the command does. replace: `setattr`, or one that is undone."""
-    run_module = routes.run_module
-    replace(routes, "run_module", lambda *given, isolated, **named: run_module(*given, isolated=False, **named))
+    run_module = runner.run_module
+    replace(runner, "run_module", lambda *given, isolated, **named: run_module(*given, isolated=False, **named))
 
 
 def test_a_merge_of_experts_is_checked_and_compared(tmp_path, capsys, monkeypatch):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trimtab.benchmark import stats as figures
+from trimtab.benchmark import stats
 from trimtab.benchmark.report import OURS, BenchReport, Side
 from trimtab.benchmark.roofline import Bandwidth, Limit, Read, limit_of
 from trimtab.benchmark.stats import Spread
@@ -170,13 +170,13 @@ def _run(
         row["notes"] = [*row["notes"], "computes with the full head, not with an 8-bit copy"]
     if name == "stock" and plan.request.kv != "full":
         row["notes"] = [*row["notes"], "keeps keys and values in full, not in 8 bits"]
-    return row | {"figures": figures.run_figures(row)}
+    return row | {"figures": stats.run_figures(row)}
 
 
 def _bandwidth(rows: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
     names = {"device_Bps": "device memory", "host_Bps": "host memory", "link_Bps": "host to device"}
     spreads = {
-        words: figures.spread([row["bandwidth"][name] for row in rows if row["bandwidth"][name]]) for name, words in names.items()
+        words: stats.spread([row["bandwidth"][name] for row in rows if row["bandwidth"][name]]) for name, words in names.items()
     }
     return {words: rate for words, rate in spreads.items() if rate is not None}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from trimtab.benchmark import stats as figures
+from trimtab.benchmark import stats
 from trimtab.benchmark.report import OURS, BenchReport, Side, number
 from trimtab.report import charts
 from trimtab.report.charts import INK, LINE, MARGIN, OVER, PAPER, QUIET, WIDTH, Box, Label, Shape, Stroke
@@ -42,7 +42,7 @@ def layout(report: BenchReport) -> tuple[list[Shape], float]:
             words = words if len(words) <= 110 else words[:107] + "..."
             shapes.append(Label(MARGIN, top, f"{side.name} failed: {words}", 13, LINE))
             top += 24
-    for name, unit, _ in figures.FIGURES:
+    for name, unit, _ in stats.FIGURES:
         if any(name in side.spreads for side in sides):
             drawn, top = _panel(name, unit, sides, top)
             shapes += drawn
@@ -57,7 +57,7 @@ def _panel(name: str, unit: str, sides: tuple[Side, ...], top: float) -> tuple[l
     # panel.
     reach = max([largest, *(limit for limit in limits.values() if limit <= 20 * largest)])
     scale = BAR_WIDTH / (reach or 1.0)
-    shapes: list[Shape] = [Label(MARGIN, top + 12, f"{figures.NAMES[name]}, {unit}", 15, INK, bold=True)]
+    shapes: list[Shape] = [Label(MARGIN, top + 12, f"{stats.NAMES[name]}, {unit}", 15, INK, bold=True)]
     at = top + 24
     for side in sides:
         shapes.append(Label(LEFT - 10, at + BAR_HEIGHT / 2 + 4, side.name, 13, INK, anchor="end"))

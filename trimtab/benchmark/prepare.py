@@ -16,7 +16,7 @@ from trimtab.checkpoint.config_limits import experts_per_token
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.chat.media import SAMPLE_RATE, read_audio, read_image
-from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.loader import transformers_model
 from trimtab.errors import CheckpointError
 from trimtab.planning import Plan
 from trimtab.request import LoadRequest
@@ -112,7 +112,7 @@ def _anatomy(plan: Plan, checkpoint: Checkpoint, head: str) -> Anatomy:
     request = plan.request
     probe = plan.files_read.look(plan.made_of).tree
     if probe is None:
-        probe = hf.probe(checkpoint, request.dtype)
-    return hf.anatomy_of(
+        probe = transformers_model.probe(checkpoint, request.dtype)
+    return transformers_model.anatomy_of(
         probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=head, experts=request.experts
     )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.benchmark import stats as figures
+from trimtab.benchmark import stats
 from trimtab.benchmark.roofline import Limit, Read
 from trimtab.benchmark.stats import Spread
 from trimtab.errors import RequestError, TrimtabError, gib
@@ -35,7 +35,7 @@ class Side:
 
     @property
     def spreads(self) -> dict[str, Spread]:
-        return figures.spreads(self.rows)
+        return stats.spreads(self.rows)
 
     @property
     def fallbacks(self) -> list[dict[str, str]]:
@@ -60,7 +60,7 @@ class Side:
             "medians": {name: value.to_json() for name, value in self.spreads.items()},
             "limit": None if self.limit is None else self.limit.to_json(), "limit_share": self.limit_share(),
             "reads": [asdict(read) for read in self.reads], "fallbacks": self.fallbacks, "notes": self.notes,
-            "unsteady_prompts": figures.unsteady(self.rows),
+            "unsteady_prompts": stats.unsteady(self.rows),
             "failure": None if failed is None else {
                 "class": type(failed).__name__, "message": scrubbed(str(failed)), "run": self.failed_run,
             },
@@ -85,17 +85,17 @@ class BenchReport(Report):
 
     def ratio(self, name: str = "decode_tok_s") -> Spread | None:
         """Return trimtab's value of one figure divided by the other engine's, pair by pair."""
-        return figures.ratios(self.ours.rows, self.other.rows, name)
+        return stats.ratios(self.ours.rows, self.other.rows, name)
 
     def differences(self) -> list[dict[str, Any]]:
         """Return for each prompt whether both gave the same tokens."""
-        return figures.differences(self.ours.rows, self.other.rows)
+        return stats.differences(self.ours.rows, self.other.rows)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON-ready values, without folders of the machine."""
         plan, request = self.plan, self.plan.request
         tiers = list(plan.tiers().values())
-        ratios = {name: self.ratio(name) for name, _, _ in figures.FIGURES}
+        ratios = {name: self.ratio(name) for name, _, _ in stats.FIGURES}
         return {
             "format": FORMAT, "environment": self.environment.to_json(),
             "model": {
@@ -126,11 +126,11 @@ class BenchReport(Report):
             f"tokens, {self.new_tokens} new ones; {counted(self.runs, 'run')} each, in turn"
         )
         rows = []
-        for name, unit, _ in figures.FIGURES:
+        for name, unit, _ in stats.FIGURES:
             if not any(name in side.spreads for side in sides):
                 continue
             cells = (_spread_text(side.spreads.get(name), unit) for side in sides)
-            rows.append((figures.NAMES[name], *cells, _spread_text(self.ratio(name), "")))
+            rows.append((stats.NAMES[name], *cells, _spread_text(self.ratio(name), "")))
             if name == "decode_tok_s" and any(side.limit for side in sides):
                 limits = ("-" if side.limit is None else f"{number(side.limit.tok_s)} tok/s" for side in sides)
                 rows.append(("  limit", *limits, ""))
@@ -172,7 +172,7 @@ def _notes(report: BenchReport) -> list[tuple[str, str]]:
         same = "the same tokens" if row["equal"] else f"tokens differ from position {row['first_difference']} on"
         lines.append(("tokens", f"{row['id']}: {same}, of {row['tokens']}"))
     for side in (report.ours, report.other):
-        changed = figures.unsteady(side.rows)
+        changed = stats.unsteady(side.rows)
         if changed:
             lines.append(("unsteady", f"{side.name} gave other tokens for {', '.join(changed)} in a later run"))
         lines += [("slower", f"{side.name}: {row['what']}: {row['why']}") for row in side.fallbacks]

@@ -16,8 +16,7 @@ from trimtab.benchmark import bandwidth
 from trimtab.benchmark.stopwatch import Clock, wait
 from trimtab.stock.load import generating
 from trimtab.stock.unsplit import load_unsplit, with_adapters
-from trimtab.verification.routes import stock_run as stock_route
-from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes import stock_run, teacher_forcing
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -30,7 +29,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
     is an "upstream" line. The stack runs as its users run it: also with bitsandbytes' fast path for CPUs with AVX512-BF16, which a
     comparison of answers disables because it loses bits (`stock/load.py`).
     """
-    with stock_route.emit_if_raised(emit):
+    with stock_run.emit_if_raised(emit):
         _import_all(request)
         device = torch.device(request["device"])
         if device.type == "cuda":
@@ -44,13 +43,13 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
         if device.type == "cpu" and request["own_cpu_path"]:
             notes += with_own_cpu_path(model)
         has_adapters = bool(request["adapters"])
-        with stock_route.using(model, request["adapter"], has_adapters):
+        with stock_run.using(model, request["adapter"], has_adapters):
             started = time.perf_counter()
             for item in request["items"]:
                 _answer(model, item, request["warm_tokens"])
             warm_s = time.perf_counter() - started
             answers = [_answer(model, item, request["new_tokens"]) for item in request["items"]]
-        memory = stock_route.memory(device)
+        memory = stock_run.memory(device)
         line = {
             "event": "ran", "load_s": load_s, "warm_s": warm_s, "answers": answers,
             "device_peak_bytes": memory["gpu_peak_bytes"], "host_peak_bytes": memory["host_peak_bytes"],
@@ -101,7 +100,7 @@ class _Streamer:
 
 def _answer(model: Any, item: Mapping[str, Any], new_tokens: int) -> dict[str, Any]:
     device = next(model.parameters()).device
-    inputs = forced.read_inputs(item["file"], device)
+    inputs = teacher_forcing.read_inputs(item["file"], device)
     with ready(model, new_tokens) as generate:
         wait(device)
         clock = Clock()
@@ -119,6 +118,6 @@ def ready(model: Any, new_tokens: int) -> Iterator[Callable[[Mapping[str, Any], 
 
     # No end token: every run decodes the same number of tokens.
     config = transformers.GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
-    forced.forget_request(model)
+    teacher_forcing.forget_request(model)
     with generating(model) as generate:
         yield lambda inputs, tick: generate(**inputs, generation_config=config, streamer=_Streamer(tick))

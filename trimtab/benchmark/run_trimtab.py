@@ -15,12 +15,12 @@ from trimtab.benchmark.stopwatch import Clock, wait
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.batch.generate import Generation
 from trimtab.engine.kv.sequence import Inputs
-from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.loader import transformers_model
 from trimtab.engine.memory_shares import expert_counts, expert_hits
 from trimtab.errors import DeviceError
 from trimtab.planning import Plan
 from trimtab.request import GenerateRequest
-from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes import teacher_forcing
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -69,7 +69,7 @@ def _import_all(plan: Plan) -> None:
     import trimtab.engine.model  # noqa: F401
 
     checkpoint = read_checkpoint(plan.request.model)
-    hf.model_class(checkpoint, hf.read_config(checkpoint))
+    transformers_model.model_class(checkpoint, transformers_model.read_config(checkpoint))
 
 
 def answer_to_the_end(hf_model: Any) -> None:
@@ -89,7 +89,7 @@ def steps_of(model: Any) -> dict[str, Any]:
 
 
 def _answer(model: Any, item: Mapping[str, Any], adapter: str | None, new_tokens: int) -> dict[str, Any]:
-    inputs = forced.read_inputs(item["file"], model.device)
+    inputs = teacher_forcing.read_inputs(item["file"], model.device)
     ids = tuple(inputs["input_ids"][0].tolist())
     prepared = Inputs(inputs, item["prompt_tokens"], ids, item["has_media"])
     model.adapter_store.set(adapter)

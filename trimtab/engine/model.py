@@ -27,19 +27,18 @@ from trimtab.engine.cuda.nvrtc import wait_for_all
 from trimtab.engine.decode.step_choice import Fallback
 from trimtab.engine.kv.sequence import Inputs, lost_words
 from trimtab.engine.layers.leaves import UnpackedWeights, keep_unpacked
-from trimtab.engine.loader import processor as hf_processor
-from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.loader import transformers_model
 from trimtab.engine.loader.load import Loaded, Progress, fill
-from trimtab.engine.lora import layers as lora
-from trimtab.engine.lora import mixes
+from trimtab.engine.loader.processor import load_processor
+from trimtab.engine.lora import layers, mixes
 from trimtab.engine.lora.base_values import BaseValues, base_values
 from trimtab.engine.lora.store import ADAPTER_DTYPE, TOWERS, AdapterStore, AttachedAdapter, Fitting, HeldAdapter
-from trimtab.engine.memory import reserve as transient_room
+from trimtab.engine.memory import reserve
 from trimtab.engine.memory.out_of_memory import naming_out_of_memory
 from trimtab.engine.memory.rates import bound_stacks, bound_workspaces
 from trimtab.engine.memory.shared_pool import PrefillMemoryPool, room_of
 from trimtab.engine.model_calls import Asking, match_planned, read_held, read_planned
-from trimtab.engine.passes import attention as attention_forms
+from trimtab.engine.passes import attention
 from trimtab.engine.prefill import prefix_cache
 from trimtab.engine.towers.bounds_check import guard_towers
 from trimtab.errors import AdapterError, CheckpointError, DoesNotFitError, RequestError, TrimtabError, gib
@@ -77,8 +76,8 @@ class LoadedModel(Asking):
     """
 
     def __init__(
-        self, plan: Plan, *, progress: Progress | None = None, files: FilesRead[hf.Probe] | None = None, decode: str | None = None,
-        held: dict[str, HeldAdapter] | None = None, reads_text: bool = False,
+        self, plan: Plan, *, progress: Progress | None = None, files: FilesRead[transformers_model.Probe] | None = None,
+        decode: str | None = None, held: dict[str, HeldAdapter] | None = None, reads_text: bool = False,
     ) -> None:  # fmt: skip
         decode = plan.request.decode if decode is None else decode
         check_choice(decode, DECODE_MODES, field_name="decode")
@@ -111,9 +110,9 @@ class LoadedModel(Asking):
             self._baseline_bytes = torch.cuda.memory_allocated(self.device)
         with ExitStack() as undo:
             undo.callback(self.close)
-            if attention_forms.is_left_out(plan):
-                self._give_back_attention = attention_forms.of_this_process().leave_out(self)
-            self._attention_at_load = attention_forms.why_without(plan, self.device)
+            if attention.is_left_out(plan):
+                self._give_back_attention = attention.of_this_process().leave_out(self)
+            self._attention_at_load = attention.why_without(plan, self.device)
             if reads_text:
                 _ = self.processor
             with self._out_of_memory_named("loading"):
@@ -138,7 +137,7 @@ class LoadedModel(Asking):
                 self.prompt_room = room_of(plan, self.anatomy, self.device)
                 self._prepare_steps()
                 if plan.request.batch == 1:  # the batch's owner prepares several rows
-                    transient_room.take(plan, self.device)
+                    reserve.take(plan, self.device)
             undo.pop_all()
 
     @cached_property
@@ -212,7 +211,7 @@ class LoadedModel(Asking):
         if self._no_processor is not None:  # every answer asks, and reading such a folder takes milliseconds
             raise TrimtabError.from_dict(self._no_processor)  # one error would keep the frames of all answers, and their inputs
         try:
-            return hf_processor.load_processor(self.processor_folder)
+            return load_processor(self.processor_folder)
         except CheckpointError as exc:
             self._no_processor = exc.to_dict()
             raise
@@ -289,7 +288,7 @@ class LoadedModel(Asking):
         """Return the modules that an adapter changes on this model. Cached. Errors: AdapterError if it fits another model."""
         fitting = self._fittings.get(held)
         if fitting is None:
-            fitting = self._fittings[held] = lora.fit(self.hf_model, held.spec, held.starts())
+            fitting = self._fittings[held] = layers.fit(self.hf_model, held.spec, held.starts())
         return fitting
 
     def adapter_pieces(self, held: HeldAdapter) -> Iterator[None]:
@@ -391,7 +390,7 @@ class LoadedModel(Asking):
             return held.places[key].view(whole) if key in held.places else held.tensors[key]
 
         content = "" if self.prefix_cache is None else held.content
-        lora.attach_fitted(
+        layers.attach_fitted(
             fitting, name, read=read, device=self.device, store=self.adapter_store, dtype=ADAPTER_DTYPE, piece=piece,
             base=self._base_values[held], about=AttachedAdapter(held.spec, held.device_bytes, content),
         )  # fmt: skip
@@ -401,7 +400,7 @@ class LoadedModel(Asking):
         self.check_adapter(name)
         with self.turns.hold("unload_adapter"):
             self.mixes.forget(name)
-            lora.detach(self.hf_model, name, store=self.adapter_store)
+            layers.detach(self.hf_model, name, store=self.adapter_store)
 
     # Prefix cache -----------------------------------------------------------------------------------------------------
 
@@ -439,8 +438,8 @@ class LoadedModel(Asking):
         kept = None if self.prefix_cache is None else self.prefix_cache.why_not
         loaded |= {} if kept is None else {"prefix cache": kept}
         # Graphs captured while loading stay as they are when the other model is closed.
-        attention = attention_forms.why_without(self.plan, self.device) or self._attention_at_load
-        loaded |= {} if attention is None else {"cuDNN's attention": attention}
+        without = attention.why_without(self.plan, self.device) or self._attention_at_load
+        loaded |= {} if without is None else {"cuDNN's attention": without}
         return tuple(dict.fromkeys((*(Fallback(what, why) for what, why in loaded.items()), *self.kept.fallbacks, *own)))
 
     def rows(self) -> Batch | None:

@@ -19,9 +19,8 @@ from trimtab.adapters.adapter import AdapterSpec, match_adapter, read_adapter
 from trimtab.adapters.file import check_vocabulary, stamps_of
 from trimtab.checkpoint.names import check_options, named_options
 from trimtab.engine.batch.generate import Answer, Timed
-from trimtab.engine.calls import batch_calls as many
-from trimtab.engine.calls import embedding as inner
-from trimtab.engine.lora import layers as lora
+from trimtab.engine.calls import batch_calls, embedding
+from trimtab.engine.lora import layers
 from trimtab.engine.lora.store import HeldAdapter
 from trimtab.errors import AdapterError, DoesNotFitError, RequestError, gib
 from trimtab.planning.memory.adapters import head_change
@@ -69,7 +68,7 @@ class Asking:
         closed.
         Errors: RequestError; DeviceError if memory runs out.
         """
-        return many.in_order(many.answers(self, requests, rows=rows, errors=errors, options=options))
+        return batch_calls.in_order(batch_calls.answers(self, requests, rows=rows, errors=errors, options=options))
 
     def batch_as_finished(
         self: AskedModel,
@@ -83,7 +82,7 @@ class Asking:
 
         requests, rows, errors, options: as in `batch`. Errors: as `batch`.
         """
-        return many.answers(self, requests, rows=rows, errors=errors, options=options)
+        return batch_calls.answers(self, requests, rows=rows, errors=errors, options=options)
 
     def answers(
         self: AskedModel, prompt: object, n: int, *, rows: int | None = None, **options: Unpack[QuestionOptions]
@@ -99,19 +98,19 @@ class Asking:
         if n > 1 and not options.get("temperature"):
             raise RequestError("answers at temperature 0 are all equal", field="n", value=n, hint="Set a temperature")
         given: dict[str, Any] = dict(options)
-        question = {name: given.pop(name) for name in many.QUESTION if name in given}
+        question = {name: given.pop(name) for name in batch_calls.QUESTION if name in given}
         seed = given.pop("seed", None)
         seeds: list[dict[str, object]] = [{} if seed is None else {"seed": seed + number} for number in range(n)]
         requests = [{"prompt": prompt, **question, **one} for one in seeds]
-        pairs = many.answers(self, requests, rows=rows, errors="raise", options=given, group="answers")
-        return tuple(many.in_order(pairs))
+        pairs = batch_calls.answers(self, requests, rows=rows, errors="raise", options=given, group="answers")
+        return tuple(batch_calls.in_order(pairs))
 
     def question(self: AskedModel, prompt: object, options: Mapping[str, Any]) -> tuple[Inputs, GenerateRequest, Chosen]:
         """Return the inputs, sampling request and adapter of `answer(prompt, **options)`. Errors: RequestError."""
         check_answers(self.anatomy)
-        image, audio, system, adapter, template_kwargs = (options.get(name) for name in many.QUESTION[1:])
-        sampling = {name: value for name, value in options.items() if name not in many.QUESTION}
-        check_options(sampling, many.OPTIONS)
+        image, audio, system, adapter, template_kwargs = (options.get(name) for name in batch_calls.QUESTION[1:])
+        sampling = {name: value for name, value in options.items() if name not in batch_calls.QUESTION}
+        check_options(sampling, batch_calls.OPTIONS)
         request = GenerateRequest(**sampling)
         self.check_tokens(request)
         self.check_adapter(adapter)
@@ -150,7 +149,7 @@ class Asking:
         Shapes: [N, D] float32 on the CPU. Errors: RequestError for another pooling, an empty text, or one longer than the
         context.
         """
-        return inner.embed(self, texts, adapter=adapter, pooling=pooling, normalize=normalize)
+        return embedding.embed(self, texts, adapter=adapter, pooling=pooling, normalize=normalize)
 
     @named_options
     def hidden_states(
@@ -163,7 +162,7 @@ class Asking:
         transformers' `output_hidden_states`.
         Shapes: [layers + 1, S, D] float32 on the CPU. Errors: RequestError.
         """
-        return inner.hidden_states(
+        return embedding.hidden_states(
             self, prompt, adapter=adapter, image=image, audio=audio, system=system, template_kwargs=template_kwargs
         )
 
@@ -217,7 +216,7 @@ class Asking:
                     hint="Plan again with the new files",
                 )  # fmt: skip
             self.mixes.forget(name)
-            lora.detach(self.hf_model, name, store=self.adapter_store)
+            layers.detach(self.hf_model, name, store=self.adapter_store)
             self._attach(name, held)
         return True
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.cuda import shipped_configs as launch_configs
+from trimtab.engine.cuda import shipped_configs
 from trimtab.engine.families import families
-from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import autotune, gemv4
 from trimtab.engine.kernels.device_kernels import DeviceKernels
 from trimtab.engine.model import LoadedModel
 from trimtab.errors import DeviceError, RequestError
@@ -67,13 +66,13 @@ def tune_model(
     groups = families.describe(model.hf_model).groups()
     counts = [count for count in PRODUCT_ROWS if count <= rows]
     timed = kernels.tune(groups, model.dtype, counts, progress=progress)
-    target = matvec.target_of(kernels.matvec)
+    target = gemv4.target_of(kernels.matvec)
     known = []
     for product in kernels.products(groups, model.dtype, counts):
-        cut = matvec.choose(product.groups[0], product.n, kernels.matvec, pair=product.gate is not None)
+        cut = gemv4.choose(product.groups[0], product.n, kernels.matvec, pair=product.gate is not None)
         is_tuned = product.key in kernels.matvec.products.measured
-        status = launch_configs.MEASURED if is_tuned else kernels.configs.get(product.key, launch_configs.ESTIMATED)
+        status = shipped_configs.MEASURED if is_tuned else kernels.configs.get(product.key, shipped_configs.ESTIMATED)
         sizes = " + ".join(str(packed.shape[0]) for packed in product.groups[0])
         known.append({"product": f"{sizes} x {product.key[2]}", "rows": product.n, "cut": str(cut), "status": status})
     report = TuneReport(target.name, target.capability, timed, tuple(known))
-    return report, launch_configs.document(target, launch_configs.kept(target), tuning.releases())
+    return report, shipped_configs.document(target, shipped_configs.kept(target), autotune.releases())

@@ -144,10 +144,10 @@ def import_libraries(checkpoint: Checkpoint, *, check: bool) -> None:
     """Import what a merge uses, torch and the model's class among it, so that no clock of a merge counts it."""
     for name in (*_LIBRARIES, *(_OF_CHECK if check else ())):
         importlib.import_module(name)
-    from trimtab.engine.loader import transformers_model as hf
+    from trimtab.engine.loader import transformers_model
 
     with suppress(TrimtabError):  # what is wrong with it is said where it is read
-        hf.model_class(checkpoint, hf.read_config(checkpoint))
+        transformers_model.model_class(checkpoint, transformers_model.read_config(checkpoint))
     before_torch.keep_imports()
     before_torch.collect_again()
 
@@ -156,32 +156,32 @@ def import_libraries(checkpoint: Checkpoint, *, check: bool) -> None:
 
 
 def _prepare(request: MergeRequest, checkpoint: Checkpoint, stack: ExitStack) -> Work:
-    from trimtab.engine.loader import transformers_model as hf
-    from trimtab.merging.changes import plan as recipes
-    from trimtab.merging.files import layout as layouts
+    from trimtab.engine.loader import transformers_model
+    from trimtab.merging.changes import plan
+    from trimtab.merging.files import layout
     from trimtab.merging.files.write import Sources, Work
 
     check_has_weights(checkpoint, "there is nothing to merge into")
-    dtype = request.dtype or layouts.config_dtype(checkpoint.config)
-    probe = hf.probe(checkpoint, dtype)
-    anatomy = hf.anatomy_of(probe, checkpoint, quant="none")
-    adapters = recipes.open_adapters(request.adapters, checkpoint, anatomy, probe, stack)
+    dtype = request.dtype or layout.config_dtype(checkpoint.config)
+    probe = transformers_model.probe(checkpoint, dtype)
+    anatomy = transformers_model.anatomy_of(probe, checkpoint, quant="none")
+    adapters = plan.open_adapters(request.adapters, checkpoint, anatomy, probe, stack)
     hashes = tuple(_hash_adapter(spec.file.peft_folder) for spec in adapters.specs)
     _check_taking_out(checkpoint, request, adapters.specs, hashes)
     sources = Sources(checkpoint, adapters, stack)
-    recipe = recipes.make_recipe(adapters, checkpoint, probe, sources.rows)
+    recipe = plan.make_recipe(adapters, checkpoint, probe, sources.rows)
     to_pack: set[str] = set()
     if request.requantize is not None:
-        quantized = hf.anatomy_of(probe, _unpacked(checkpoint), quant=request.requantize)
-        to_pack = layouts.leaves_to_pack(quantized, probe, checkpoint)
-    shards = layouts.plan_shards(
+        quantized = transformers_model.anatomy_of(probe, _unpacked(checkpoint), quant=request.requantize)
+        to_pack = layout.leaves_to_pack(quantized, probe, checkpoint)
+    shards = layout.plan_shards(
         checkpoint, probe, recipe, dtype=request.dtype, pack=request.requantize, to_pack=to_pack
     )  # fmt: skip
     replaced: dict[str, bytes] = {}
-    config = layouts.new_config(checkpoint, dtype=request.dtype, pack=request.requantize, untie=bool(recipe.untied))
+    config = layout.new_config(checkpoint, dtype=request.dtype, pack=request.requantize, untie=bool(recipe.untied))
     if config is not None:
         replaced[CONFIG] = config
-    index = layouts.new_index(checkpoint, shards)
+    index = layout.new_index(checkpoint, shards)
     if index is not None:
         replaced[index[0]] = index[1]
     notes = [note for spec in adapters.specs for note in spec.notes]
@@ -385,13 +385,13 @@ def _with_history(checkpoint: Checkpoint, record: dict[str, Any]) -> dict[str, A
 
 def _check_loads(folder: Path, work: Work) -> None:
     """Raise CheckpointError unless stock's loader can fill the model from the new files, untied if necessary."""
-    from trimtab.engine.loader import transformers_model as hf
-    from trimtab.merging.files import layout as layouts
+    from trimtab.engine.loader import transformers_model
+    from trimtab.merging.files import layout
 
     checkpoint = read_checkpoint(folder)
     if not work.untied and _reads_as(checkpoint) == _reads_as(work.sources.checkpoint):
         return  # the loader's answer for the base is valid for these files too
-    probe = hf.probe(checkpoint, layouts.config_dtype(checkpoint.config))
+    probe = transformers_model.probe(checkpoint, layout.config_dtype(checkpoint.config))
     still = [path for path in work.untied if path in probe.ties]
     if still:
         raise CheckpointError(

@@ -134,7 +134,7 @@ def _routes(
 
 def _stock_route(request: LoadRequest, checkpoint: Checkpoint, python: str | Path | None) -> Route:
     from trimtab.api import resolve_quant
-    from trimtab.engine.memory import rates as devices
+    from trimtab.engine.memory import rates
 
     if request.keep_unquantized:
         raise RequestError(
@@ -145,7 +145,7 @@ def _stock_route(request: LoadRequest, checkpoint: Checkpoint, python: str | Pat
         raise RequestError("the stock stack has no 8-bit head", field="against", value="stock", hint="Compare against full-head")
     return Route(
         label="the stock stack", engine="stock", folder=str(checkpoint.folder), dtype=request.dtype,
-        quant=resolve_quant(request.quant, checkpoint), experts=request.experts, device=devices.resolve_device(request.device),
+        quant=resolve_quant(request.quant, checkpoint), experts=request.experts, device=rates.resolve_device(request.device),
         adapters=dict(request.adapters), python=str(python) if python is not None else None,
     )  # fmt: skip
 

@@ -235,16 +235,16 @@ def _stock_faults(case: Case, items: Sequence[Item], rows: Sequence[PromptParity
 def _parity(
     case: Case, prompt: Prompt, item: Item, at: int, reference: Ran, subject: Ran, count: int
 ) -> tuple[PromptParity, tuple[float, ...]]:
-    from trimtab.verification.routes import teacher_forcing as forced
+    from trimtab.verification.routes import teacher_forcing
 
     first, second = reference.said[at], subject.said[at]
-    a, hidden_a = forced.read_run(first.file)
-    b, hidden_b = forced.read_run(second.file)
+    a, hidden_a = teacher_forcing.read_run(first.file)
+    b, hidden_b = teacher_forcing.read_run(second.file)
     difference = compare.difference(a, b)
     base_kl, base_ids = None, None
     if case.merged is not None:
         base = reference.said[count + at]
-        base_kl = compare.difference(a, forced.read_run(base.file)[0]).kl_mean
+        base_kl = compare.difference(a, teacher_forcing.read_run(base.file)[0]).kl_mean
         base_ids = base.token_ids
     limit = reference.noise.limits.get(item.id)
     by_layer: tuple[float, ...] = ()

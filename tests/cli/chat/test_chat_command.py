@@ -18,9 +18,9 @@ import pytest
 import trimtab
 from tests.raised import raised, refused
 from trimtab import adapter_names, demo
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.cli.chat import chat as chat_command
-from trimtab.cli.chat import input as chat_input
+from trimtab.cli.chat import input
 from trimtab.cli.chat import session as chat_session
 from trimtab.cli.chat.session import Session
 from trimtab.cli.flags.output import Style
@@ -43,7 +43,7 @@ def model():
 def talked(model, *lines, as_json=False, is_terminal=False, **options):
     """Run a session over lines. Returns its exit code."""
     session = Session(model.chat(max_new_tokens=8, **options), model, as_json=as_json, is_terminal=is_terminal)
-    return session.run(chat_input.line_reader(io.StringIO("\n".join(lines) + "\n")))
+    return session.run(input.line_reader(io.StringIO("\n".join(lines) + "\n")))
 
 
 # Pipes and a terminal -------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def piped(model, monkeypatch, capsys):
 
     def run(text, *options):
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-        return cli.main(["chat", BASE, *PLACED, *options]), *capsys.readouterr()
+        return main.main(["chat", BASE, *PLACED, *options]), *capsys.readouterr()
 
     return run
 
@@ -172,7 +172,7 @@ def test_ctrl_c_on_a_terminal_ends_the_answer_and_not_the_program(tmp_path):
 
 def test_help_names_every_command_and_the_parser_its_flags(capsys):
     with pytest.raises(SystemExit):
-        cli.main(["chat", "--help"])
+        main.main(["chat", "--help"])
     assert "--no-history" in capsys.readouterr().out
     named = {form.split()[0].removeprefix("/") for form, _ in chat_session.HELP}
     assert named == {*Session(None, None, as_json=False, is_terminal=False)._commands, "quit"}
@@ -286,7 +286,7 @@ def test_a_file_that_is_no_saved_conversation_changes_nothing(model, tmp_path, t
     before = list(chat.turns)
     session = Session(chat, model, as_json=False, is_terminal=False)
     with pytest.raises(RequestError, match=re.escape(words)):
-        session.run(chat_input.line_reader(io.StringIO(f"/load {path}\n")))
+        session.run(input.line_reader(io.StringIO(f"/load {path}\n")))
     assert chat.turns == before
 
 
@@ -330,8 +330,8 @@ def test_an_answer_without_text_says_so(model, capsys, monkeypatch):
 
 
 def test_a_very_long_line_is_refused_and_the_next_one_read(monkeypatch):
-    monkeypatch.setattr(chat_input, "LONGEST_LINE", 10)
-    read = chat_input.line_reader(io.StringIO("x" * 35 + "\nshort\n"))
+    monkeypatch.setattr(input, "LONGEST_LINE", 10)
+    read = input.line_reader(io.StringIO("x" * 35 + "\nshort\n"))
     with pytest.raises(RequestError):
         read("")
     assert read("") == "short"
@@ -341,7 +341,7 @@ def test_a_very_long_line_is_refused_and_the_next_one_read(monkeypatch):
 
 def test_a_quoted_message_of_many_lines_is_read_in_linear_time():
     count = 150_000
-    read = chat_input.line_reader(io.StringIO('"""first\n' + "x\n" * count + 'last""" end\nnext\n'))
+    read = input.line_reader(io.StringIO('"""first\n' + "x\n" * count + 'last""" end\nnext\n'))
     begun = time.process_time()
     assert read("") == "first\n" + "x\n" * count + "last end"
     assert time.process_time() - begun < 10  # about 0.1 s; it took 20 s where each line searched the whole text again
@@ -349,8 +349,8 @@ def test_a_quoted_message_of_many_lines_is_read_in_linear_time():
 
 
 def test_no_line_of_a_quoted_message_that_is_too_long_is_taken_for_another_message(monkeypatch):
-    monkeypatch.setattr(chat_input, "LONGEST_LINE", 10)
-    read = chat_input.line_reader(io.StringIO('"""one\ntwo\nthree\nfour\nfive"""\nnext\n"""7\n9"""\n'))
+    monkeypatch.setattr(input, "LONGEST_LINE", 10)
+    read = input.line_reader(io.StringIO('"""one\ntwo\nthree\nfour\nfive"""\nnext\n"""7\n9"""\n'))
     with pytest.raises(RequestError):
         read("")
     assert (read(""), read("")) == ("next", "7\n9")
@@ -359,7 +359,7 @@ def test_no_line_of_a_quoted_message_that_is_too_long_is_taken_for_another_messa
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_a_line_of_other_bytes_than_utf8_is_named(errors):
     stream = io.TextIOWrapper(io.BytesIO(b"\xff\xfe hi\n"), encoding="utf-8", errors=errors)
-    error = refused(lambda: chat_input.line_reader(stream)(""))
+    error = refused(lambda: input.line_reader(stream)(""))
     assert (error.field, error.reason) == ("prompt", "is not UTF-8 text")
 
 
@@ -381,7 +381,7 @@ def test_keys_send_break_lines_and_leave():
     from prompt_toolkit.output import DummyOutput
 
     with create_pipe_input() as keys:
-        read = chat_input.terminal_reader(lambda line: ([], False), keep_history=False, source=keys, output=DummyOutput())
+        read = input.terminal_reader(lambda line: ([], False), keep_history=False, source=keys, output=DummyOutput())
         keys.send_text("one\x1b\rtwo\r")
         assert read("> ") == "one\ntwo"
         keys.send_text('"""one\rtwo""" three\r')
@@ -397,17 +397,17 @@ def test_keys_send_break_lines_and_leave():
 def test_a_missing_line_editor_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
-    assert chat_input.terminal_reader(lambda line: ([], False), keep_history=False)("> ") == "hello"
+    assert input.terminal_reader(lambda line: ([], False), keep_history=False)("> ") == "hello"
     out, err = capsys.readouterr()
     assert out == "> " and err.startswith("prompt_toolkit cannot be imported")
 
 
 def test_the_history_keeps_its_last_lines(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(chat_input, "HISTORY_LINES", 3)
-    path = chat_input._history_file()
+    monkeypatch.setattr(input, "HISTORY_LINES", 3)
+    path = input._history_file()
     path.write_text("".join(f"\n# 2026-01-01 00:00:0{n}\n+line {n}\n" for n in range(6)))
-    chat_input._history_file()
+    input._history_file()
     from prompt_toolkit.history import FileHistory
 
     assert list(FileHistory(str(path)).load_history_strings()) == ["line 5", "line 4", "line 3"]

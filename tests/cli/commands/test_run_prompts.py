@@ -12,9 +12,8 @@ import pytest
 import trimtab
 from tests import waiting
 from trimtab import demo
-from trimtab.cli import main as cli
-from trimtab.cli.commands import plan_run, prompts_file
-from trimtab.cli.commands import run_prompts as many_command
+from trimtab.cli import main
+from trimtab.cli.commands import plan_run, prompts_file, run_prompts
 from trimtab.cli.flags.opening import opened
 
 BASE = str(demo.BASE)
@@ -35,7 +34,7 @@ def one_model_a_request():
                 models[key] = held.enter_context(opened(plan, decode, **options))
             yield models[key]
 
-        for command in (plan_run, many_command):
+        for command in (plan_run, run_prompts):
             patch.setattr(command, "opened", kept)
         yield
 
@@ -46,7 +45,7 @@ def test_a_prompt_from_standard_input_or_a_file_is_the_one_from_the_command_line
     options = ["--max-new-tokens", 8]
 
     def run(*arguments):
-        return cli.main(["run", BASE, *PLACED, *map(str, arguments)]), *capsys.readouterr()
+        return main.main(["run", BASE, *PLACED, *map(str, arguments)]), *capsys.readouterr()
 
     expected = run("Who are you?", "--system", "Speak.", *options)
     assert expected[0] == 0 and expected[1].strip()
@@ -64,7 +63,7 @@ def test_a_wrong_source_is_refused_before_anything_is_loaded(arguments, words, t
     (tmp_path / "bad").write_bytes(b"ab\xff")
     (tmp_path / "empty").write_bytes(b"\n")
     given = [text.format(bad=tmp_path / "bad", empty=tmp_path / "empty") for text in arguments]
-    assert cli.main(["run", BASE, *PLACED, *given]) == 2
+    assert main.main(["run", BASE, *PLACED, *given]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -72,25 +71,25 @@ def test_an_answer_that_ends_at_once_says_so(tmp_path, capsys, monkeypatch):
     from trimtab.engine.batch import generate
 
     monkeypatch.setattr(generate, "end_token_ids", lambda model: tuple(range(512)))
-    assert cli.main(["run", BASE, *PLACED, "Who are you?", "--max-new-tokens", "8"]) == 0
+    assert main.main(["run", BASE, *PLACED, "Who are you?", "--max-new-tokens", "8"]) == 0
     out, err = capsys.readouterr()
     assert out.strip() == "" and "the answer is empty: the model ended it immediately" in err
 
 
 def test_an_answer_that_a_stop_text_ends_at_once_does_not_blame_the_model(capsys):
-    assert cli.main(["run", BASE, *PLACED, "Hello", "--max-new-tokens", "8"]) == 0
+    assert main.main(["run", BASE, *PLACED, "Hello", "--max-new-tokens", "8"]) == 0
     first = capsys.readouterr().out[0]
-    assert cli.main(["run", BASE, *PLACED, "Hello", "--max-new-tokens", "8", "--stop", first]) == 0
+    assert main.main(["run", BASE, *PLACED, "Hello", "--max-new-tokens", "8", "--stop", first]) == 0
     out, err = capsys.readouterr()
     assert out.strip() == "" and "the answer is empty: it ended immediately, by a stop text or by the model" in err
 
 
 def test_an_answer_fits_the_context_where_no_length_is_given(capsys):
     long = "Hello, who are you? " * 8
-    assert cli.main(["run", BASE, "--device", "cpu", "--context", "128", long, "--json"]) == 0
+    assert main.main(["run", BASE, "--device", "cpu", "--context", "128", long, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert 0 < answer["max_new_tokens"] == 128 - answer["prompt_tokens"] < 128
-    assert cli.main(["run", BASE, "--device", "cpu", "--context", "128", long, "--max-new-tokens", "128"]) == 2
+    assert main.main(["run", BASE, "--device", "cpu", "--context", "128", long, "--max-new-tokens", "128"]) == 2
     assert "together more than the context of 128" in capsys.readouterr().err
 
 
@@ -114,7 +113,7 @@ ADAPTERS = ["--adapter", f"style={demo.ADAPTERS['style']}", "--adapter", f"speci
 
 def many(prompts, out, *arguments):
     given = ["run", BASE, *PLACED, *ADAPTERS, "--use", "style", "--prompts", prompts, "--out", out, "--max-new-tokens", "6"]
-    return cli.main([str(part) for part in (*given, *arguments)])
+    return main.main([str(part) for part in (*given, *arguments)])
 
 
 @pytest.fixture
@@ -152,7 +151,7 @@ def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_pa
         expected = model.answer("What is shown?", image=prompts.parent / "one.png", adapter="specialist", max_new_tokens=6)
         assert rows[2]["text"] == expected.text
     with monkeypatch.context() as patch:
-        patch.setattr(many_command, "opened", None)  # wrong lines alone load no model
+        patch.setattr(run_prompts, "opened", None)  # wrong lines alone load no model
         assert many(prompts, out, "--rows", 2, "--json") == 2
     told = json.loads(capsys.readouterr().out)
     assert told.pop("first_error") == {"line": 4, "message": rows[4]["error"]["message"]}
@@ -191,14 +190,14 @@ def test_null_and_base_are_the_base_and_lines_may_name_every_adapter(tmp_path, c
     prompts.write_text("".join(json.dumps(line) + "\n" for line in named))
     given = ["run", BASE, *PLACED, *ADAPTERS, "--max-new-tokens", "8", "--json"]
     files = ["--prompts", str(prompts), "--out", str(out)]
-    assert cli.main([*given, *files]) == 0  # each line names its adapter: no --use is needed
+    assert main.main([*given, *files]) == 0  # each line names its adapter: no --use is needed
     texts = [row["text"] for _, row in sorted(read(out)[1].items())]
     capsys.readouterr()
-    assert cli.main([*given, "Who are you?", "--use", "base"]) == 0
+    assert main.main([*given, "Who are you?", "--use", "base"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["adapter"], answer["text"]) == (None, texts[0]) and texts[0] != texts[1]
     prompts.write_text('{"prompt": "Who are you?"}\n')
-    assert cli.main([*given, *files]) == 2
+    assert main.main([*given, *files]) == 2
     error = json.loads(capsys.readouterr().out)["error"]["fields"]
     assert (error["field"], error["allowed"]) == ("--use", ["style", "specialist", "base"])
 
@@ -235,7 +234,7 @@ def test_a_killed_run_leaves_whole_lines_and_goes_on(tmp_path):
     process.communicate()
     before = read(out)[1]
     assert 3 <= len(before) < 20
-    assert cli.main(command[3:]) == 0
+    assert main.main(command[3:]) == 0
     after = read(out)[1]
     assert sorted(after) == list(range(1, 21)) and all(after[number] == row for number, row in before.items())
 
@@ -281,14 +280,14 @@ def test_limits_of_a_file_of_prompts(tmp_path, monkeypatch, capsys):
         assert many(tmp_path / "p.jsonl", tmp_path / "out.jsonl") == 2 and not (tmp_path / "out.jsonl").exists()
     for arguments in (["x"], ["--image", "x.png"]):
         assert many(tmp_path / "p.jsonl", tmp_path / "out.jsonl", *arguments) == 2
-    assert cli.main(["run", BASE, "x", "--out", "y"]) == 2
-    assert cli.main(["run", BASE, "--prompts", str(tmp_path / "p.jsonl")]) == 2
+    assert main.main(["run", BASE, "x", "--out", "y"]) == 2
+    assert main.main(["run", BASE, "--prompts", str(tmp_path / "p.jsonl")]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_weight_that_a_mix_overrides_is_refused(capsys):
     adapter = f"style={demo.ADAPTERS['style']}:0.7"
-    assert cli.main(["run", BASE, *PLACED, "--adapter", adapter, "--use", "style:0.3", "Hello"]) == 2
+    assert main.main(["run", BASE, *PLACED, "--adapter", adapter, "--use", "style:0.3", "Hello"]) == 2
     assert "--use style:0.3: the weight of style in --adapter has no effect" in capsys.readouterr().err
 
 
@@ -299,15 +298,15 @@ def test_weights_of_the_command_line_are_those_of_the_call(capsys):
     style, specialist = demo.ADAPTERS["style"], demo.ADAPTERS["specialist"]
     options = ["--max-new-tokens", "8", "Who are you?", "--json"]
     assert (
-        cli.main(["run", BASE, *PLACED, "--adapter", f"style={style}:0.7", "--adapter", f"specialist={specialist}:0.3", *options])
+        main.main(["run", BASE, *PLACED, "--adapter", f"style={style}:0.7", "--adapter", f"specialist={specialist}:0.3", *options])
         == 0
     )
     first = json.loads(capsys.readouterr().out)
     assert first["adapter"] == {"style": 0.7, "specialist": 0.3}
-    assert cli.main(["run", BASE, *PLACED, *ADAPTERS, "--use", "style:0.7+specialist:0.3", *options]) == 0
+    assert main.main(["run", BASE, *PLACED, *ADAPTERS, "--use", "style:0.7+specialist:0.3", *options]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == first["text"]
-    assert cli.main(["run", BASE, *PLACED, "--adapter", f"style={style}:0.5", *options]) == 0
+    assert main.main(["run", BASE, *PLACED, "--adapter", f"style={style}:0.5", *options]) == 0
     assert json.loads(capsys.readouterr().out)["adapter"] == {"style": 0.5}
     for wrong in (["--use", "style:x"], ["--use", "style+none"], ["--use", "style+style"]):
-        assert cli.main(["run", BASE, *PLACED, *ADAPTERS, *wrong, *options]) == 2
+        assert main.main(["run", BASE, *PLACED, *ADAPTERS, *wrong, *options]) == 2
         capsys.readouterr()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.cli.chat.session import Session
 from trimtab.cli.flags.output import apart, has_color, print_error, set_off, show
 from trimtab.errors import RequestError
@@ -65,7 +65,7 @@ def test_a_refusal_keeps_to_the_columns_of_a_terminal_and_to_one_line_of_a_pipe(
 def test_errors_and_plans_have_no_color_where_it_is_refused(a_terminal, monkeypatch, variable, value):
     terminal = a_terminal()
     monkeypatch.setenv(variable, value)
-    assert cli.main(["plan", "no-such-model"]) == 3
+    assert main.main(["plan", "no-such-model"]) == 3
     assert "\x1b" not in terminal.err.getvalue() and left_of(terminal.err).startswith("trimtab: no-such-model")
     show(PLAN)
     assert "Fits: 3 GiB\n" in terminal.out.getvalue() and "\x1b" not in terminal.out.getvalue()
@@ -73,7 +73,7 @@ def test_errors_and_plans_have_no_color_where_it_is_refused(a_terminal, monkeypa
 
 def test_a_pipe_gets_no_color(monkeypatch, capsys):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    assert cli.main(["plan", "no-such-model"]) == 3
+    assert main.main(["plan", "no-such-model"]) == 3
     assert "\x1b" not in capsys.readouterr().err
     assert not has_color(io.StringIO()) and set_off("x", "error", io.StringIO()) == "x"
     show(PLAN)
@@ -82,9 +82,9 @@ def test_a_pipe_gets_no_color(monkeypatch, capsys):
 
 def test_an_error_on_a_terminal_begins_in_red(a_terminal):
     terminal = a_terminal()
-    assert cli.main(["plan", "no-such-model"]) == 3
+    assert main.main(["plan", "no-such-model"]) == 3
     assert left_of(terminal.err).startswith(f"{RED}no-such-model")
-    assert cli.main(["plan", "--no-such-flag"]) == 2
+    assert main.main(["plan", "--no-such-flag"]) == 2
     assert terminal.err.getvalue().count(RED) == 2
 
 
@@ -156,16 +156,16 @@ def test_a_broken_adapter_leaves_the_table_its_width(tmp_path, capsys):
     from trimtab.demo.demo import FOLDER
 
     (tmp_path / "style").symlink_to(FOLDER / "adapters" / "style")
-    assert cli.main(["adapters", str(tmp_path)]) == 0
+    assert main.main(["adapters", str(tmp_path)]) == 0
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / "copy").mkdir(exist_ok=True)
         (tmp_path / "copy" / name).write_bytes((FOLDER / "adapters" / "style" / name).read_bytes())
     capsys.readouterr()
-    cli.main(["adapters", str(tmp_path)])
+    main.main(["adapters", str(tmp_path)])
     whole = capsys.readouterr().out.splitlines()
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "adapter_config.json").write_text('{"peft_type": "' + "x" * 300 + '"}')
-    assert cli.main(["adapters", str(tmp_path)]) == 0
+    assert main.main(["adapters", str(tmp_path)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line for line in shown if line in whole] == whole and max(map(len, shown[: len(whole) + 1])) <= max(map(len, whole))
     assert shown[-1].startswith("bad: ") and any(line.startswith("bad   ") and "cannot be used" in line for line in shown)

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from tests.cli.flags.test_colors import Terminal
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.cli.flags import output
 from trimtab.process import phases
 
@@ -64,7 +64,7 @@ def test_a_phase_takes_the_place_of_the_last_one_and_gives_way_to_other_text(mon
 
 def test_an_error_and_a_gone_terminal_leave_no_line(monkeypatch):
     terminal = on_terminal(monkeypatch)
-    assert cli.main(["run", "/nowhere", "hi"]) == 3
+    assert main.main(["run", "/nowhere", "hi"]) == 3
     assert "reading the model" in terminal.getvalue()
     assert next(line for line in seen(terminal) if line).startswith("trimtab: /nowhere")
     line = output.PhaseLine(terminal)
@@ -80,9 +80,9 @@ def test_the_first_phase_is_there_before_the_command_is_imported(monkeypatch):
         shown.append(seen(terminal))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "parser", parser)
+    monkeypatch.setattr(main, "parser", parser)
     for command in ("plan", "run", "chat", "serve", "merge", "verify", "bench", "tune", "demo"):
-        cli.main([command, "model"])
+        main.main([command, "model"])
     assert [lines[-1] for lines in shown] == ["reading the model"] * 9
 
 
@@ -90,7 +90,7 @@ def test_the_first_phase_is_there_before_the_command_is_imported(monkeypatch):
 def test_there_is_no_line_in_json_in_help_or_where_nothing_takes_long(words, monkeypatch):
     terminal = on_terminal(monkeypatch)
     try:
-        cli.main(words)
+        main.main(words)
     except SystemExit as done:
         assert done.code == 0
     assert "reading" not in terminal.getvalue().partition("usage")[0] and "\r" not in terminal.getvalue()

@@ -13,7 +13,7 @@ import pytest
 
 from tests import gguf_files, gguf_towers, pico
 from trimtab import demo
-from trimtab.cli import main as cli
+from trimtab.cli import main
 
 COMMIT, OLD = "a" * 40, "b" * 40
 
@@ -235,7 +235,7 @@ def test_a_hub_that_is_not_there_is_one_line(trimtab_):
 
 
 def test_a_revision_without_a_pull_has_no_effect(capsys):
-    assert cli.main(["run", "someone/demo", "x", "--revision", "v1"]) == 2
+    assert main.main(["run", "someone/demo", "x", "--revision", "v1"]) == 2
     assert "--revision" in capsys.readouterr().err
 
 

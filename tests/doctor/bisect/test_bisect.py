@@ -288,16 +288,16 @@ def test_several_ranges_are_searched_one_after_the_other_until_one_is_stopped(tm
 def test_catalogue_ids_run_their_probe(tmp_path, monkeypatch):
     """Other packages' versions are the base's; only the probe's state is asked."""
     from trimtab.doctor.facts.bug import Seen
-    from trimtab.doctor.probes import runner as probes
+    from trimtab.doctor.probes import runner
 
     asked = []
 
     def run_probes(*, python, ids):
         version = json.loads((python.parents[1] / "pins.json").read_text())["peft"]
         asked.append(tuple(ids))
-        return (probes.Verdict(probes.read_catalogue()[0].bug, Seen("fixed" if version > "1.8" else "present", ""), 0.0),)
+        return (runner.Verdict(runner.read_catalogue()[0].bug, Seen("fixed" if version > "1.8" else "present", ""), 0.0),)
 
-    monkeypatch.setattr(probes, "run_probes", run_probes)
+    monkeypatch.setattr(runner, "run_probes", run_probes)
     found = bisect("peft", "1.6.0", "1.9.1", case="A1", environments=made_by(Index(), tmp_path))
     assert found.changes == (Change("1.7.0", "1.8.0", "present", "fixed"),)
     assert set(asked) == {("A1",)}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.adapter_files import write_adapter
 from tests.raised import raised, refused
-from trimtab.doctor.cases import runner as case_runner
+from trimtab.doctor.cases import runner
 from trimtab.doctor.cases.cases import (
     BROAD_TARGETS,
     CASE_NAMES,
@@ -127,7 +127,7 @@ def config_of(folder):
 
 
 def test_patched_copy_targets_exactly_what_the_keys_name(tmp_path):
-    found = case_runner.write_variants(adapter(tmp_path / "adapter"), tmp_path)
+    found = runner.write_variants(adapter(tmp_path / "adapter"), tmp_path)
     assert config_of(found["patched"])["target_modules"] == (
         r"model\.language_model\.layers\.0\.self_attn\.q_proj"
         r"|model\.vision_tower\.encoder\.layers\.0\.mlp\.up_proj\.linear"
@@ -136,7 +136,7 @@ def test_patched_copy_targets_exactly_what_the_keys_name(tmp_path):
 
 
 def test_narrow_copy_leaves_the_towers_out_and_broad_names_projections(tmp_path):
-    found = case_runner.write_variants(adapter(tmp_path / "adapter"), tmp_path)
+    found = runner.write_variants(adapter(tmp_path / "adapter"), tmp_path)
     assert config_of(found["narrow"])["target_modules"] == r"model\.language_model\.layers\.0\.self_attn\.q_proj"
     assert config_of(found["broad"])["target_modules"] == list(BROAD_TARGETS)
 
@@ -144,14 +144,14 @@ def test_narrow_copy_leaves_the_towers_out_and_broad_names_projections(tmp_path)
 def test_original_adapter_is_not_written(tmp_path):
     folder = adapter(tmp_path / "adapter")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    found = case_runner.write_variants(folder, tmp_path)
+    found = runner.write_variants(folder, tmp_path)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before and found["original"] == str(folder)
     weights = "adapter_model.safetensors"
     assert (tmp_path / "adapter-patched" / weights).read_bytes() == before[weights]
 
 
 def test_folder_that_is_no_adapter_is_refused(tmp_path):
-    assert raised(AdapterError, case_runner.write_variants, tmp_path, tmp_path / "out").path == str(tmp_path)
+    assert raised(AdapterError, runner.write_variants, tmp_path, tmp_path / "out").path == str(tmp_path)
 
 
 # Scripts --------------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_folder_that_is_no_adapter_is_refused(tmp_path):
 
 @pytest.mark.parametrize("found", CASES, ids=CASE_NAMES)
 def test_script_stands_alone(found):
-    text = case_runner.script_of(found)
+    text = runner.script_of(found)
     imported = set()
     for node in ast.walk(ast.parse(text)):
         imported |= {name.name.split(".")[0] for name in node.names} if isinstance(node, ast.Import) else set()
@@ -171,7 +171,7 @@ def test_script_stands_alone(found):
 @pytest.mark.slow
 def test_script_of_the_first_report_shows_its_error(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", case_runner.script_of(case("R03_SPLIT_4BIT"))], capture_output=True, text=True, cwd=tmp_path,
+        [sys.executable, "-c", runner.script_of(case("R03_SPLIT_4BIT"))], capture_output=True, text=True, cwd=tmp_path,
         timeout=120,
     )  # fmt: skip
     result = done.stdout.strip().splitlines()[-1]

@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from tests import ROOT, pico
 from tests.raised import raised
-from trimtab.doctor.cases import runner as matrix
+from trimtab.doctor.cases import runner
 from trimtab.doctor.cases.cases import CASES
 from trimtab.doctor.cases.runner import matrix_document, read_runs, run_matrix, save_runs, saving
 from trimtab.errors import CheckpointError, RequestError
@@ -60,7 +60,7 @@ class Processes:
 def processes(monkeypatch):
     def use(*cases, **options):
         found = Processes(cases, **options)
-        monkeypatch.setattr(matrix, "run_inside", found)
+        monkeypatch.setattr(runner, "run_inside", found)
         return found
 
     return use

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.raised import raised
-from trimtab.doctor.facts import probe_kit as kits
-from trimtab.doctor.facts import tiny
+from trimtab.doctor.facts import probe_kit, tiny
 from trimtab.doctor.facts.bug import FIXED, PRESENT, Seen
 from trimtab.doctor.facts.probe_kit import EVERYWHERE, LLAMA_SPLIT, TOWERS_OFF, Kit
 
@@ -35,7 +34,7 @@ def test_version_of_what_is_not_installed_is_none(kit):
 
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_every_tiny_checkpoint_loads_and_answers(kit, name):
-    with kits.quiet() as said:
+    with probe_kit.quiet() as said:
         logits = kit.forward(kit.load(kit.checkpoint(name)))
     assert logits.shape == (8, tiny.VOCABULARY) and logits.dtype == torch.float32
     assert 0.05 < float(logits.std()) < 5  # neither silent nor blown up
@@ -66,16 +65,16 @@ def test_checkpoint_is_written_once_for_each_variant(kit):
     "quant, expected", [("none", (0, 0, 15)), ("nf4", (14, 0, 1)), ("nf4-dq", (14, 0, 1)), ("int8", (0, 14, 1))]
 )
 def test_quant_is_what_is_loaded(kit, quant, expected):
-    with kits.quiet():
+    with probe_kit.quiet():
         model = kit.load(kit.checkpoint("llama"), quant=quant, device_map={"": 0})
-    assert tuple(kits.quantized(model).values()) == expected
+    assert tuple(probe_kit.quantized(model).values()) == expected
     if quant.startswith("nf4"):
         state = model.model.layers[0].mlp.up_proj.weight.quant_state
         assert state.nested == (quant == "nf4-dq") and state.quant_type == "nf4"
 
 
 def test_split_model_offloads_what_the_map_says_and_answers_the_same(kit):
-    with kits.quiet():
+    with probe_kit.quiet():
         split = kit.load(kit.checkpoint(), device_map=TOWERS_OFF)
     assert split.model.vision_tower.encoder.layers[0].mlp.up_proj.linear.weight.device.type == "meta"
     assert split.model.language_model.layers[0].mlp.up_proj.weight.device == CPU
@@ -84,27 +83,27 @@ def test_split_model_offloads_what_the_map_says_and_answers_the_same(kit):
 
 
 def test_disk_map_offloads_to_the_kit_folder(kit):
-    with kits.quiet():
+    with probe_kit.quiet():
         split = kit.load(kit.checkpoint("llama"), device_map={**LLAMA_SPLIT, "model.layers.1": "disk"})
     assert split.hf_device_map["model.layers.1"] == "disk" and split.model.layers[1].mlp.up_proj.weight.device.type == "meta"
     assert torch.equal(kit.forward(split), kit.forward(kit.load(kit.checkpoint("llama"))))
 
 
 def test_map_numbers_become_the_imitated_gpu():
-    assert kits.on_cpu({"a": 0, "b": "cpu"}) == {"a": CPU, "b": "cpu"}
-    assert kits.on_cpu({"a": 0, "b": "disk"}) == {"a": "cpu", "b": "disk"}
-    assert kits.on_cpu({"a": 0, "b": "cpu", "c": "disk"}) == {"a": CPU, "b": "cpu", "c": "disk"}
-    assert kits.on_cpu("auto") == "auto" and kits.on_cpu(None) is None
+    assert probe_kit.on_cpu({"a": 0, "b": "cpu"}) == {"a": CPU, "b": "cpu"}
+    assert probe_kit.on_cpu({"a": 0, "b": "disk"}) == {"a": "cpu", "b": "disk"}
+    assert probe_kit.on_cpu({"a": 0, "b": "cpu", "c": "disk"}) == {"a": CPU, "b": "cpu", "c": "disk"}
+    assert probe_kit.on_cpu("auto") == "auto" and probe_kit.on_cpu(None) is None
 
 
 def test_names_behind_peft_are_those_of_the_wrapped_model(kit):
     base = kit.checkpoint("llama")
     model = kit.peft(kit.load(base), kit.adapter(base, targets=["q_proj"]))
-    assert set(kits.behind_peft(LLAMA_SPLIT)) <= {path for path, _ in model.named_modules()}
+    assert set(probe_kit.behind_peft(LLAMA_SPLIT)) <= {path for path, _ in model.named_modules()}
 
 
 def test_4bit_weights_are_not_repacked_unless_asked(kit):
-    with kits.quiet():
+    with probe_kit.quiet():
         models = [kit.load(kit.checkpoint("llama"), quant="nf4", device_map={"": 0}, repack=on) for on in (False, True)]
     layers = [model.model.layers[0].mlp.up_proj for model in models]
     assert layers[0].support_avx512bf16_for_cpu is False
@@ -112,11 +111,11 @@ def test_4bit_weights_are_not_repacked_unless_asked(kit):
 
 
 def test_unmark_takes_the_mark_off_every_parameter(kit):
-    with kits.quiet():
+    with probe_kit.quiet():
         model = kit.load(kit.checkpoint("llama"), quant="nf4", device_map={"": 0})
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
-    kits.unmark(model)
+    probe_kit.unmark(model)
     assert not [name for name, parameter in model.named_parameters() if hasattr(parameter, "_is_hf_initialized")]
 
 
@@ -125,7 +124,7 @@ def test_unmark_takes_the_mark_off_every_parameter(kit):
 
 def test_adapter_reaches_every_part_and_changes_the_answer(kit):
     base = kit.checkpoint()
-    with kits.quiet():
+    with probe_kit.quiet():
         adapter = kit.adapter(base, targets=EVERYWHERE)
         model = kit.peft(kit.load(base), adapter)
     parts = {name.split(".")[3] for name, _ in model.named_parameters() if "lora_A" in name}
@@ -149,7 +148,7 @@ def test_quiet_collects_warnings_and_log_lines_and_puts_back(capfd):
 
     logger = logging.getLogger("transformers")
     before = (logger.handlers[:], logging.getLogger().handlers[:])
-    with kits.quiet() as said:
+    with probe_kit.quiet() as said:
         warnings.warn("a warning", stacklevel=1)
         transformers.utils.logging.get_logger("transformers.modeling_utils").warning("a line")
         logging.getLogger("accelerate.big_modeling").warning("another")
@@ -160,7 +159,7 @@ def test_quiet_collects_warnings_and_log_lines_and_puts_back(capfd):
 
 @pytest.mark.parametrize(("told", "heard"), [((), []), (("accelerate",), ["does not fit"])])
 def test_info_lines_are_heard_of_the_libraries_that_are_named(told, heard):
-    with kits.quiet(*told) as said:
+    with probe_kit.quiet(*told) as said:
         for library in ("accelerate.big_modeling", "peft.tuners"):
             logging.getLogger(library).info("does not fit")
     assert said.log_lines == heard and said.warnings == []
@@ -172,7 +171,7 @@ def test_what_transformers_says_once_is_heard_each_time():
     logger = transformers.utils.logging.get_logger("transformers.modeling_utils")
     heard = []
     for _ in range(2):
-        with kits.quiet() as said:
+        with probe_kit.quiet() as said:
             logger.warning_once("only once")
         heard.append([*said])
     assert heard == [["only once"], ["only once"]]
@@ -183,18 +182,18 @@ def test_what_transformers_says_once_is_heard_each_time():
 
 def test_frames_name_libraries_and_files_from_the_package_on(kit):
     error = raised(OSError, kit.load, kit.folder / "empty")
-    frames = kits.frames(error)
+    frames = probe_kit.frames(error)
     assert frames and {frame["library"] for frame in frames} == {"transformers"}
     assert all(frame["file"].startswith("transformers/") and frame["line"] > 0 for frame in frames)
     last = frames[-1]
-    assert kits.failure(error).endswith(f" at {last['file']}:{last['line']} {last['function']}")
+    assert probe_kit.failure(error).endswith(f" at {last['file']}:{last['line']} {last['function']}")
 
 
 def test_failure_of_an_error_without_text_or_library_says_so():
     try:
         raise AssertionError
     except AssertionError as error:
-        assert kits.failure(error) == "AssertionError: (no text)"
+        assert probe_kit.failure(error) == "AssertionError: (no text)"
 
 
 @pytest.mark.parametrize("file, expected", [
@@ -203,11 +202,11 @@ def test_failure_of_an_error_without_text_or_library_says_so():
     ("/opt/elsewhere/thing.py", "thing.py"),
 ])  # fmt: skip
 def test_file_of_a_frame_never_shows_what_lies_before_the_package(file, expected):
-    assert kits.from_package(file, "peft") == expected
+    assert probe_kit.from_package(file, "peft") == expected
 
 
 def test_installed_source_points_at_the_line():
-    file, line = kits.installed_source("peft.peft_model", "def load_adapter(")
+    file, line = probe_kit.installed_source("peft.peft_model", "def load_adapter(")
     assert file == "peft/peft_model.py"
     text = Path(importlib.import_module("peft.peft_model").__file__).read_text(encoding="utf-8").splitlines()
     assert "def load_adapter(" in text[line - 1]
@@ -215,7 +214,7 @@ def test_installed_source_points_at_the_line():
 
 @pytest.mark.parametrize("module", ["peft.peft_model", "peft.no_such_module", "no_such_package.module"])
 def test_source_that_is_not_there_is_none(module):
-    assert kits.installed_source(module, "not written anywhere in it") is None
+    assert probe_kit.installed_source(module, "not written anywhere in it") is None
 
 
 @pytest.mark.parametrize(("kind", "words", "is_sign"), [
@@ -227,9 +226,9 @@ def test_an_error_of_its_kind_and_words_is_the_bug_and_no_other(kind, words, is_
         raise ValueError("too wide")
 
     if is_sign:
-        fault = kits.error_of(refuse, kind, *words)
-        assert fault == "ValueError: too wide" and kits.seen(fault, "gone") == Seen(PRESENT, fault)
+        fault = probe_kit.error_of(refuse, kind, *words)
+        assert fault == "ValueError: too wide" and probe_kit.seen(fault, "gone") == Seen(PRESENT, fault)
     else:
         with pytest.raises(ValueError, match="too wide"):
-            kits.error_of(refuse, kind, *words)
-    assert kits.seen(kits.error_of(int, kind, *words), "gone") == Seen(FIXED, "gone")
+            probe_kit.error_of(refuse, kind, *words)
+    assert probe_kit.seen(probe_kit.error_of(int, kind, *words), "gone") == Seen(FIXED, "gone")

@@ -11,7 +11,7 @@ import pytest
 
 from tests import ROOT
 from tests.rules import each
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.doctor.facts.buckets import BUCKETS
 from trimtab.doctor.facts.bug import Tracker
 from trimtab.doctor.facts.evidence import Shown, Statement, evidence_of
@@ -40,13 +40,13 @@ def diverging(lanes):
 def test_merge_parity_issue_has_the_prompts_the_warnings_and_the_control(lanes, tmp_path, capsys):
     (tmp_path / "verify.json").write_text(json.dumps({"lanes": diverging(lanes)}), encoding="utf-8")
     asked = ["doctor", "--lanes", str(tmp_path / "verify.json"), "--drafts", str(tmp_path / "drafts")]
-    assert cli.main(asked) == 0
+    assert main.main(asked) == 0
     text = (tmp_path / "drafts" / "peft-merge-parity.md").read_text(encoding="utf-8")
     assert "| `text_1` | `DIRECT_4BIT_MERGED_MATCHES_BASE` | `True` | `False` | `True` |" in text
     assert "1 of 3 prompts answered otherwise" in text and "24 warnings" in text
     assert text.index("## Works") < text.index("## Fails") and "3 of 3 prompts answered as with the adapter loaded" in text
     assert "- peft: 0.21.2" in text and "huggingface/peft#2321" in text
-    assert cli.main(asked) == 2  # the folder is not empty
+    assert main.main(asked) == 2  # the folder is not empty
     assert "not empty" in capsys.readouterr().err
 
 
@@ -60,14 +60,14 @@ def test_merge_parity_issue_has_the_prompts_the_warnings_and_the_control(lanes, 
 def test_merge_parity_issue_is_withheld_with_its_reason(lanes, break_it, reason, tmp_path, capsys):
     (tmp_path / "verify.json").write_text(json.dumps(break_it(lanes)), encoding="utf-8")
     asked = ["doctor", "--lanes", str(tmp_path / "verify.json"), "--drafts", str(tmp_path / "drafts")]
-    assert cli.main(asked) == 0
+    assert main.main(asked) == 0
     assert reason in capsys.readouterr().out and not (tmp_path / "drafts").exists()
 
 
 def test_lanes_without_drafts_and_files_without_lanes_are_refused(tmp_path, capsys):
     (tmp_path / "x.json").write_text("{}", encoding="utf-8")
-    assert cli.main(["doctor", "--lanes", str(tmp_path / "x.json")]) == 2
-    assert cli.main(["doctor", "--lanes", str(tmp_path / "x.json"), "--drafts", str(tmp_path / "d")]) == 3
+    assert main.main(["doctor", "--lanes", str(tmp_path / "x.json")]) == 2
+    assert main.main(["doctor", "--lanes", str(tmp_path / "x.json"), "--drafts", str(tmp_path / "d")]) == 3
     assert "has no merge lanes" in capsys.readouterr().err
 
 

@@ -23,10 +23,9 @@ from tests.adapter_files import write_adapter as write_by_hand
 from tests.machine.test_environment import read_only_environment
 from tests.raised import raised, refused
 from trimtab.adapters.patch import short_pattern
-from trimtab.cli import main as cli
-from trimtab.doctor.preflight import peft_dispatch
+from trimtab.cli import main
+from trimtab.doctor.preflight import peft_dispatch, second_plan
 from trimtab.doctor.preflight import preflight as module
-from trimtab.doctor.preflight import second_plan as preflight_second
 from trimtab.doctor.preflight import shape as shape_module
 from trimtab.doctor.preflight.answer import ALL_ON_GPU, DOES_NOT_FIT, ON_CPU, SPLIT, TOWERS_OFF, adapter_name, towers_map
 from trimtab.doctor.preflight.device_map import device_text
@@ -85,7 +84,7 @@ def _planned(text: str) -> dict:
 @pytest.fixture(autouse=True)
 def questions_are_answered_once(monkeypatch):
     """A model of real size takes a second to build, a process three to start; the same question has the same answer."""
-    monkeypatch.setattr(preflight_second, "run_peft", lambda request, python: _planned(json.dumps(request)))
+    monkeypatch.setattr(second_plan, "run_peft", lambda request, python: _planned(json.dumps(request)))
     monkeypatch.setattr(
         module, "read_shape",
         lambda model, device_map, *, quant, dtype, python: _shape(str(model), tuple(device_map.items()), quant, dtype),
@@ -482,13 +481,13 @@ def test_without_a_gpu_trimtab_computes_on_the_cpu():
 def test_memory_asked_for_is_in_the_calls():
     found = preflight(BASE, adapter=STYLE, gpu_memory="8GiB", host_memory="8GiB", environment=environment(NEW))
     assert "--gpu-memory 8GiB --host-memory 8GiB" in found.answer.command
-    assert cli.parser().parse_args(shlex.split(found.answer.command)[1:]).name == "run"
+    assert main.parser().parse_args(shlex.split(found.answer.command)[1:]).name == "run"
     assert "--adapter" in found.answer.command and "--use style" in found.answer.command
     assert "gpu_memory='8GiB'" in found.answer.python and found.free[0] < 8 * 2**30 and found.free["cpu"] == 8 * 2**30
 
 
 def test_a_named_adapter_keeps_its_name_in_the_calls(capsys):
-    assert cli.main(["doctor", str(BASE), "--adapter", f"b={STYLE}", "--json"]) == 0
+    assert main.main(["doctor", str(BASE), "--adapter", f"b={STYLE}", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)["preflight"]["answer"]
     assert f"--adapter b={STYLE} --use b " in answer["command"]
     assert f"'b': '{STYLE}'" in answer["python"] and "adapter='b'" in answer["python"]

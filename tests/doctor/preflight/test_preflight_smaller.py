@@ -6,7 +6,7 @@ import pytest
 
 from tests.doctor.preflight.test_preflight import BASE, gpu, judge, sized
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.doctor.preflight import answer as preflight_answer
+from trimtab.doctor.preflight import answer
 from trimtab.doctor.preflight.answer import DOES_NOT_FIT, SPLIT, has_smaller, smaller_shape
 from trimtab.doctor.preflight.shape import shape_of
 
@@ -41,14 +41,14 @@ def test_e4b_at_two_gib_names_e2b_with_what_it_needs(e4b, e2b):
 
 
 def test_e2b_is_not_named_where_it_does_not_fit_either(e4b, monkeypatch):
-    monkeypatch.setattr(preflight_answer, "_fitting_ways", lambda asking: [])  # 0.5 GiB hold no way; planning each takes long
+    monkeypatch.setattr(answer, "_fitting_ways", lambda asking: [])  # 0.5 GiB hold no way; planning each takes long
     found = judge(e4b, machine=card(0.5)).answer
     assert found.kind == DOES_NOT_FIT and "E2B" not in found.reason
     assert "No smaller context, head or prompt fits." in found.reason
 
 
 def test_other_models_and_e2b_itself_are_sent_to_no_other(e4b, e2b, monkeypatch):
-    monkeypatch.setattr(preflight_answer, "smaller_shape", lambda **_: pytest.fail("another model was planned"))
+    monkeypatch.setattr(answer, "smaller_shape", lambda **_: pytest.fail("another model was planned"))
     for model in (e2b, BASE):
         found = judge(model, machine=card(0.5)).answer
         assert "E2B" not in found.reason and "same family" not in found.reason

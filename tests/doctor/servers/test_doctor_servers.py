@@ -7,8 +7,8 @@ import httpx2
 import pytest
 
 from tests.raised import refused
-from trimtab.cli import main as cli
-from trimtab.doctor.servers import report as servers
+from trimtab.cli import main
+from trimtab.doctor.servers import report
 from trimtab.doctor.servers.known import APPLIES, FAULTS, FIXED, LATER, MAY_APPLY, MERGED, ServerBug, numbers
 from trimtab.doctor.servers.report import examine
 
@@ -78,11 +78,11 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_entry_changes_with_the_release(name):
-    bug = next(bug for server in servers.SERVERS for bug in server.bugs if bug.id == name)
+    bug = next(bug for server in report.SERVERS for bug in server.bugs if bug.id == name)
     assert [bug.standing(version) for version, _ in CHANGES[name]] == [standing for _, standing in CHANGES[name]]
 
 
-@pytest.mark.parametrize("server", servers.SERVERS, ids=lambda server: server.name)
+@pytest.mark.parametrize("server", report.SERVERS, ids=lambda server: server.name)
 def test_each_server_has_an_entry_whose_release_is_known(server):
     assert {bug.id for bug in server.bugs if bug.since or bug.fixed_in} & set(CHANGES)
 
@@ -105,7 +105,7 @@ def test_a_merged_fix_of_unknown_release_is_said_apart():
     assert text.index("may apply") < text.index("fixed upstream")
 
 
-@pytest.mark.parametrize("server", servers.SERVERS, ids=lambda server: server.name)
+@pytest.mark.parametrize("server", report.SERVERS, ids=lambda server: server.name)
 def test_every_entry_has_a_source_and_a_name_of_its_own(server):
     ids = [bug.id for bug in server.bugs]
     assert len(set(ids)) == len(ids)
@@ -131,9 +131,9 @@ def test_hostile_answers_are_shown_plain_and_bounded():
 
 def test_flags_without_effect_beside_an_address_are_refused(capsys):
     for flags, field in ((("--matrix",), "--matrix"), (("--quant", "nf4"), "--quant")):
-        assert cli.main(["doctor", "http://127.0.0.1:9/v1", *flags, "--json"]) == 2
+        assert main.main(["doctor", "http://127.0.0.1:9/v1", *flags, "--json"]) == 2
         assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == field
-    assert cli.main(["doctor", "--api-key-env", "X", "--json"]) == 2
+    assert main.main(["doctor", "--api-key-env", "X", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == "--api-key-env"
 
 
@@ -147,7 +147,7 @@ def test_the_command_asks_the_address(monkeypatch, capsys):
     monkeypatch.setattr("trimtab.doctor.servers.report.examine", examined)
     monkeypatch.setenv("KEY", "secret")
     for flags in ((), ("--json",), ("--color", "never", "--threads", "1"), ("--api-key-env", "KEY")):
-        assert cli.main(["doctor", "http://host:1/v1", *flags]) == 0
+        assert main.main(["doctor", "http://host:1/v1", *flags]) == 0
         assert "vllm" in capsys.readouterr().out.lower()
     assert asked == [("http://host:1/v1", None)] * 3 + [("http://host:1/v1", "secret")]
 

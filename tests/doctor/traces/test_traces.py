@@ -14,7 +14,7 @@ from tests import ROOT
 from tests.raised import refused
 from tests.rules import each
 from tools import score_traces
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.doctor.cases.labels import SIGNATURES
 from trimtab.doctor.catalogue import read_catalogue
 from trimtab.doctor.facts.bug import Affected, Bug
@@ -354,14 +354,14 @@ def test_trace_imports_no_torch(tmp_path):
 
 def test_trace_from_stdin_as_json(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(META.encode())))
-    assert cli.main(["doctor", "--trace", "-", "--json"]) == 0
+    assert main.main(["doctor", "--trace", "-", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["label"] == "FAIL_QUANT_STATE_META_ITEM"
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_trace_file_may_be_what_powershell_writes(encoding, tmp_path, capsys):
     (tmp_path / "t.txt").write_text(META, encoding=encoding)
-    assert cli.main(["doctor", "--trace", str(tmp_path / "t.txt")]) == 0
+    assert main.main(["doctor", "--trace", str(tmp_path / "t.txt")]) == 0
     assert "FAIL_QUANT_STATE_META_ITEM" in capsys.readouterr().out
 
 
@@ -371,18 +371,18 @@ def test_trace_file_may_be_what_powershell_writes(encoding, tmp_path, capsys):
 ])  # fmt: skip
 def test_trace_with_another_question_is_refused(extra, reason, tmp_path, capsys):
     (tmp_path / "t.txt").write_text(META, encoding="utf-8")
-    assert cli.main(["doctor", "--trace", str(tmp_path / "t.txt"), *extra]) == 2
+    assert main.main(["doctor", "--trace", str(tmp_path / "t.txt"), *extra]) == 2
     assert reason in capsys.readouterr().err
 
 
 def test_missing_trace_file_is_refused(capsys):
-    assert cli.main(["doctor", "--trace", "no-such-file.txt"]) == 2
+    assert main.main(["doctor", "--trace", "no-such-file.txt"]) == 2
     assert "no-such-file.txt" in capsys.readouterr().err
 
 
 def test_doctor_given_a_file_says_what_it_takes(tmp_path, capsys):
     (tmp_path / "error.txt").write_text(META, encoding="utf-8")
-    assert cli.main(["doctor", str(tmp_path / "error.txt")]) == 2
+    assert main.main(["doctor", str(tmp_path / "error.txt")]) == 2
     shown = capsys.readouterr().err
     assert "is a file, not a model" in shown and "--trace FILE" in shown and "--device-map FILE" in shown
 
@@ -435,7 +435,7 @@ def test_report_is_printed_by_the_command(monkeypatch, capsys, environment):
     from trimtab.machine import environment as room
 
     monkeypatch.setattr(room, "read_environment", lambda python=None: environment)
-    assert cli.main(["doctor", "--report", "--json"]) == 0
+    assert main.main(["doctor", "--report", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["report"].startswith("# Versions")
 
 
@@ -500,7 +500,7 @@ def test_named_answer_has_no_list():
 
 def test_json_has_the_list(tmp_path, capsys):
     (tmp_path / "t.txt").write_text(BARE, encoding="utf-8")
-    assert cli.main(["doctor", "--trace", str(tmp_path / "t.txt"), "--json"]) == 0
+    assert main.main(["doctor", "--trace", str(tmp_path / "t.txt"), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["answers"][0]["looks_like"]
     assert listed[0]["bug"] == "A1" and listed[0]["tell"][-1] == "run: trimtab doctor --probe A1"
     assert set(listed[0]) == {"bug", "title", "symptom", "score", "tell"}

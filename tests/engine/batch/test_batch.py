@@ -13,7 +13,7 @@ from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch import request as hf_generate
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import kv_cache
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
@@ -286,11 +286,11 @@ def test_what_does_not_fit_is_refused_before_any_work(model):
 
 def test_a_family_with_another_kind_of_state_is_refused_by_name(model, monkeypatch):
     def strange_cache(hf_model, kv="full"):
-        cache = hf_slots.DynamicCache(config=hf_model.config.get_text_config())
+        cache = kv_cache.DynamicCache(config=hf_model.config.get_text_config())
         cache.layers[1].__class__ = type("Strange", (type(cache.layers[1]),), {})
         return cache
 
-    monkeypatch.setattr(hf_slots, "prompt_cache", strange_cache)
+    monkeypatch.setattr(kv_cache, "prompt_cache", strange_cache)
     monkeypatch.setattr(model, "anatomy", replace(model.anatomy, prompts_unsupported="layer 1 keeps a Strange"))
     batch = Batch(model, rows=1)
     error = raised(DeviceError, lambda: through(batch, model.prepare("Hello"), GenerateRequest(max_new_tokens=2)))

@@ -24,7 +24,7 @@ from trimtab import load, plan
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.prefill import packing as packed_prompts
+from trimtab.engine.prefill import packing
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
@@ -203,7 +203,7 @@ def check_company(model, decode, sizes, *, tolerance=TOLERANCE):  # noqa: F811
 @contextmanager
 def packed_with_cached_beginnings(model, monkeypatch, *, decode="eager", cached=True, tolerance=TOLERANCE):  # noqa: F811
     """Prompts go together, twice, and say what they say alone; the second time the prefix cache has their beginnings."""
-    monkeypatch.setattr(packed_prompts, "LEAST_TOKENS", 32)
+    monkeypatch.setattr(packing, "LEAST_TOKENS", 32)
     monkeypatch.setattr(PrefillRunner, "most_packed", property(lambda self: 256))
     # What is shorter than a block of 32 tokens is not cached.
     asked = [(name, f"{text} {'again and ' * 18}again") for name, text in asks(8)]

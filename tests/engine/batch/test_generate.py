@@ -27,7 +27,7 @@ from trimtab.engine.batch.generate import AnswerText, Detokenizer, Generation, T
 from trimtab.engine.batch.request import AnswerPenalties, Sampler
 from trimtab.errors import RequestError
 from trimtab.request import LEAST_TEMPERATURE, PENALTIES, GenerateRequest
-from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes import teacher_forcing
 from trimtab.verification.routes.compare import NoiseFloor, noise_between
 
 OLD = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 11)
@@ -210,13 +210,13 @@ def check_parts_only_at_a_tie(found, stock_model, inputs, penalty, exact_model=N
     if place is None:
         assert found == expected
         return None
-    given = forced.extended(inputs.tensors, expected[:place])
+    given = teacher_forcing.extended(inputs.tensors, expected[:place])
     logits = {"token by token": torch.cat(said.logits[: place + 1]).float()}
     for rows in (1, 2, 3):
         many = {name: torch.cat([tensor] * rows) for name, tensor in given.items()}
-        logits[f"{rows} rows at once"] = forced.forward(stock_model, many)[0][0, inputs.prompt_tokens - 1 :].float()
+        logits[f"{rows} rows at once"] = teacher_forcing.forward(stock_model, many)[0][0, inputs.prompt_tokens - 1 :].float()
     if exact_model is not None:
-        logits["in float32"] = forced.forward(exact_model, given)[0][0, inputs.prompt_tokens - 1 :]
+        logits["in float32"] = teacher_forcing.forward(exact_model, given)[0][0, inputs.prompt_tokens - 1 :]
     orders = {name: penalized(runs, given["input_ids"], inputs.prompt_tokens, penalty) for name, runs in logits.items()}
     floor = NoiseFloor(noise_between("parted", orders))
     apart = float(orders["token by token"][place, expected[place]] - orders["token by token"][place, found[place]])
@@ -263,7 +263,7 @@ def test_a_wrong_token_is_no_tie(both, place):
     _, model, stock_model, exact = both
     inputs = model.prepare("Hello")
     found = stock_tokens(stock_model, inputs, 16)
-    given = forced.extended(inputs.tensors, found[:place])
+    given = teacher_forcing.extended(inputs.tensors, found[:place])
     found[place] = int(stock.logits(stock_model, given)[0, -1].topk(100).indices[-1])
     with pytest.raises(AssertionError, match=f"token {place}"):
         check_parts_only_at_a_tie(found, stock_model, inputs, None, exact)

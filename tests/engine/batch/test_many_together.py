@@ -11,7 +11,7 @@ from tests.engine.calls.test_many import QUESTION, REQUESTS, alone
 from trimtab import demo
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.batch.request import SampledToken
-from trimtab.engine.prefill import packing as packed_prompts
+from trimtab.engine.prefill import packing
 from trimtab.engine.prefill.packing import PackedPrefill
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import RequestError
@@ -56,7 +56,7 @@ def passes(monkeypatch):
     monkeypatch.setattr(Batch, "__post_init__", init)
     monkeypatch.setattr(PackedPrefill, "run", run)
     monkeypatch.setattr(PrefillRunner, "most_packed", property(lambda self: 512))
-    monkeypatch.setattr(packed_prompts, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(packing, "LEAST_TOKENS", 16)
     return found
 
 

@@ -18,7 +18,7 @@ from tests.planning.values.test_execution import E4B, plan
 from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.batched_lora.columns import Columns, KeptWeights, are_inside, inside_of, wrong_kept
 from trimtab.engine.families.chunk import ChunkLayers
-from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels import dequantize
 from trimtab.engine.layers.leaves import UnpackedWeights
 from trimtab.engine.lora.store import Selection
 from trimtab.engine.prefill.rows import layers_of
@@ -47,12 +47,12 @@ FAULTS = {
 @pytest.mark.parametrize("what", FAULTS)
 def test_the_check_sees_a_kernel_that_is_wrong(what):
     before, after = FAULTS[what]
-    source = prompt_kernels.source()
+    source = dequantize.source()
     assert before in source and wrong_kept(cpu_module(source=source.replace(before, after))) is not None
 
 
 def test_a_kernel_that_cannot_run_is_named_and_left_out(monkeypatch):
-    kernels = prompt_kernels.PromptKernels(module=object(), adds=True)
+    kernels = dequantize.PromptKernels(module=object(), adds=True)
     model = SimpleNamespace(device=torch.device("cpu"), unpacked=SimpleNamespace(columns=COLUMNS))
 
     def broken(*given):
@@ -74,7 +74,7 @@ def test_a_plan_with_adapters_counts_their_columns():
 def columned(on_cpu):  # noqa: F811
     """The demo model, its unpacked weights with columns, and a batch whose chunks use them."""
     with demo() as model:
-        model.unpacked = UnpackedWeights(prompt_kernels.four_bit(model.hf_model), COLUMNS)
+        model.unpacked = UnpackedWeights(dequantize.four_bit(model.hf_model), COLUMNS)
         batch = batch_of(model, sizes=(8, 24))
         answered(batch, model.prepare(ids(5)))  # the cache's layers are known from here on
         step = batch.steps.fused_step()

@@ -13,8 +13,7 @@ from tests import talking
 from tests.lent import DEVICE
 from tests.raised import raised, raising, refused
 from trimtab.engine.chat import prompt as chat
-from trimtab.engine.loader import processor as hf_processor
-from trimtab.engine.loader.processor import check_named_ids
+from trimtab.engine.loader.processor import check_named_ids, load_processor
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.verification.routes.inputs import WithoutWeights
 
@@ -68,7 +67,7 @@ def test_more_media_than_were_counted_are_refused(model):
 
 
 def test_the_text_route_equals_the_processors_own(model):
-    processor = hf_processor.load_processor(model.processor_folder)
+    processor = load_processor(model.processor_folder)
     messages = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
     own = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     expected = own["input_ids"]

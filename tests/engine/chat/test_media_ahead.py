@@ -16,7 +16,7 @@ from tests.engine.chat.test_control_tokens import asked
 from tests.engine.chat.test_media_check import HEARING, SEEING
 from tests.long_runs import crossed
 from tests.raised import raising
-from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat import prompt
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Job
 from trimtab.serve.worker.engine import LoadedEngine
@@ -78,16 +78,16 @@ def equal(first, second):
 def test_what_was_prepared_is_what_the_processor_makes(family, sides, seeing):
     model, real = seeing(family)
     shown = pictures(*sides)
-    expected = chat.prepare(model, "What is it?", images=shown)
+    expected = prompt.prepare(model, "What is it?", images=shown)
     ahead = images_ahead(model.processor)
     assert ahead is images_ahead(model.processor)
     ahead.prepare(shown)  # how the processor calls is not known yet
-    assert equal(chat.prepare(model, "What is it?", images=shown), expected) and len(real.threads) == 2
+    assert equal(prompt.prepare(model, "What is it?", images=shown), expected) and len(real.threads) == 2
     ahead.prepare(shown)
     assert len(real.threads) == 3
-    assert equal(chat.prepare(model, "What is it?", images=shown), expected) and len(real.threads) == 3
+    assert equal(prompt.prepare(model, "What is it?", images=shown), expected) and len(real.threads) == 3
     # It is used once.
-    assert equal(chat.prepare(model, "What is it?", images=shown), expected) and len(real.threads) == 4
+    assert equal(prompt.prepare(model, "What is it?", images=shown), expected) and len(real.threads) == 4
 
 
 @pytest.mark.parametrize("family", HEARING)
@@ -95,22 +95,22 @@ def test_what_was_prepared_is_what_the_processor_makes(family, sides, seeing):
 def test_audio_that_was_prepared_is_what_the_processor_makes(family, seconds, part_of):
     model, real = part_of(family, "feature_extractor")
     heard = sounds(*seconds)
-    expected = chat.prepare(model, "What is it?", audios=heard)
+    expected = prompt.prepare(model, "What is it?", audios=heard)
     ahead = audio_ahead(model.processor)
-    assert equal(chat.prepare(model, "What is it?", audios=heard), expected) and len(real.threads) == 2
+    assert equal(prompt.prepare(model, "What is it?", audios=heard), expected) and len(real.threads) == 2
     ahead.prepare(heard)
-    assert equal(chat.prepare(model, "What is it?", audios=heard), expected) and len(real.threads) == 3
-    assert equal(chat.prepare(model, "What is it?", audios=heard), expected) and len(real.threads) == 4
+    assert equal(prompt.prepare(model, "What is it?", audios=heard), expected) and len(real.threads) == 3
+    assert equal(prompt.prepare(model, "What is it?", audios=heard), expected) and len(real.threads) == 4
     # The same samples in another array are other audio.
     ahead.prepare(heard)
-    assert equal(chat.prepare(model, "What is it?", audios=sounds(*seconds)), expected) and len(real.threads) == 6
+    assert equal(prompt.prepare(model, "What is it?", audios=sounds(*seconds)), expected) and len(real.threads) == 6
 
 
 def test_what_was_prepared_is_dropped_with_its_media(part_of):
     model, _ = part_of("gemma4", "feature_extractor")
     heard = sounds(1)
     ahead = audio_ahead(model.processor)
-    chat.prepare(model, "?", audios=heard)
+    prompt.prepare(model, "?", audios=heard)
     ahead.prepare(heard)
     assert len(ahead._prepared) == 1
     heard.clear()
@@ -122,9 +122,9 @@ def test_other_pictures_and_options_are_not_answered_with_what_was_prepared(seei
     model, real = seeing("gemma4")
     one, two = pictures(64, 100)
     ahead = images_ahead(model.processor)
-    chat.prepare(model, "?", images=[one])
+    prompt.prepare(model, "?", images=[one])
     ahead.prepare([one])
-    assert chat.prepare(model, "?", images=[one, two]).tensors["pixel_values"].shape[0] == 2 and len(real.threads) == 3
+    assert prompt.prepare(model, "?", images=[one, two]).tensors["pixel_values"].shape[0] == 2 and len(real.threads) == 3
     ahead.prepare([one])
     found = model.processor.image_processor([[one]], return_tensors="np")  # other options
     assert len(real.threads) == 5 and not isinstance(found["pixel_values"], torch.Tensor)
@@ -132,9 +132,9 @@ def test_other_pictures_and_options_are_not_answered_with_what_was_prepared(seei
 
 def test_what_cannot_be_prepared_fails_where_it_is_needed(seeing):
     model, real = seeing("gemma4")
-    chat.prepare(model, "?", images=pictures(64))
+    prompt.prepare(model, "?", images=pictures(64))
     ahead = images_ahead(model.processor)
-    chat.prepare(model, "?", images=pictures(64))
+    prompt.prepare(model, "?", images=pictures(64))
 
     real._real = raising(ValueError("no"))
     shown = pictures(64)
@@ -171,6 +171,6 @@ def test_the_server_prepares_every_medium_on_a_thread_of_its_pool_the_first_too(
         for _ in range(2):
             job = Job("a", [{"role": "user", "content": parts}], GenerateRequest(max_new_tokens=1))
             found = engine.prepare(job).result(60)
-        assert equal(found, chat.prepare(model, job.prompt, device=torch.device("cpu")))
+        assert equal(found, prompt.prepare(model, job.prompt, device=torch.device("cpu")))
     # What the processor learned from, then the two, then the comparison.
     assert real.threads == ["trimtab-pool", "trimtab-pool", "trimtab-pool", "MainThread"]

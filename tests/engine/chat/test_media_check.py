@@ -12,7 +12,7 @@ from PIL import Image
 from tests import pico, talking_families
 from tests.engine.chat.test_control_tokens import asked
 from tests.raised import raised, refused
-from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat import prompt
 from trimtab.engine.chat.media_check import check_frames, check_pictures, check_sound_lengths
 from trimtab.engine.loader.processor import load_processor
 from trimtab.errors import CheckpointError, RequestError
@@ -24,7 +24,7 @@ SIZES = [
 
 
 def prepared(family, **media):
-    return chat.prepare(asked(family), "What is it?", **media)
+    return prompt.prepare(asked(family), "What is it?", **media)
 
 
 HAS_TABLE = ("gemma4", "gemma4_dense", "gemma4_moe")
@@ -60,7 +60,7 @@ def test_every_picture_is_refused_by_name_or_read(family, monkeypatch):
             assert error.field == "image" and error.number == 0 and f"{size[0]} x {size[1]} pixels" in str(error)
             refused.append(picture)
     assert bool(refused) == (family in HAS_TABLE)
-    monkeypatch.setattr(chat, "check_pictures", lambda *arguments: None)
+    monkeypatch.setattr(prompt, "check_pictures", lambda *arguments: None)
     for picture in refused:  # none of them for nothing
         with pytest.raises((IndexError, RuntimeError), match=r"out of range|num_classes"):
             is_read(picture)
@@ -82,7 +82,7 @@ def test_a_processor_that_drops_media_is_an_error():
     wrong = copy.copy(asked("mistral3"))
     wrong.__dict__["processor"] = talking_families.tokenizer("mistral3")
     with pytest.raises(CheckpointError, match="ignores images and audio") as caught:
-        chat.prepare(wrong, "What is it?", images=[Image.new("RGB", (64, 64))])
+        prompt.prepare(wrong, "What is it?", images=[Image.new("RGB", (64, 64))])
     assert "processor_config.json" in caught.value.hint
 
 
@@ -102,7 +102,7 @@ def test_a_processor_of_another_model_is_an_error(family, field, value, words, t
     (folder / "processor_config.json").write_text(json.dumps(settings))
     wrong = copy.copy(asked(family))
     wrong.__dict__["processor"] = load_processor(folder)
-    error = raised(CheckpointError, chat.prepare, wrong, "What is it?", images=[Image.new("RGB", (64, 64))], match=words)
+    error = raised(CheckpointError, prompt.prepare, wrong, "What is it?", images=[Image.new("RGB", (64, 64))], match=words)
     assert "processor_config.json" in error.hint
 
 

@@ -2,7 +2,7 @@
 
 Compared by hand with published templates, which are not copied here (their licences differ): Gemma 4 E2B, E4B and 31B, Gemma 2,
 Qwen2.5, Qwen3.5 and 3.6, Llama 3 and 3.2, Mistral 7B and Nemo, each with text, system messages, parts, calls, results and thoughts,
-through `chat.prepare`. What differed and was mended: templates that join contents as text were given lists by models with a
+through `prompt.prepare`. What differed and was mended: templates that join contents as text were given lists by models with a
 processor (refused, or written as Python writes a list), and ids of calls that are not nine letters long were refused by Mistral's.
 Of Gemma 3 (ALTERNATES) and Mistral Small 3.2 (NAMES) the structure alone is known here: whole templates were not at hand.
 """
@@ -13,7 +13,7 @@ import torch
 import trimtab
 from tests.raised import raised
 from trimtab.demo.demo import FOLDER as DEMO
-from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat import prompt
 from trimtab.engine.chat.answer_forms import form_of
 from trimtab.errors import RequestError
 
@@ -136,7 +136,7 @@ def written(model, monkeypatch):
     def write(template, messages, tools=(), **kwargs):
         monkeypatch.setattr(model.processor, "chat_template", template)
         model.__dict__.pop("control_tokens", None)
-        inputs = chat.prepare(model, messages, tools=tools, device=torch.device("cpu"), template_kwargs=kwargs or None)
+        inputs = prompt.prepare(model, messages, tools=tools, device=torch.device("cpu"), template_kwargs=kwargs or None)
         return model.processor.tokenizer.decode(list(inputs.token_ids))
 
     yield write

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 import trimtab
 import trimtab.demo as demo
 from tests.raised import raised
-from trimtab.adapters import file as adapter_file
+from trimtab.adapters import file
 from trimtab.checkpoint.headers import read_header
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.doctor.preflight.preflight import preflight
 from trimtab.errors import AdapterError, DeviceError
 from trimtab.verification.merges.retention_files import survival_of_files
@@ -52,7 +52,7 @@ def test_an_adapter_with_values_that_are_not_finite_is_refused_by_tensor(model, 
 def test_run_refuses_it_too_before_it_answers(tmp_path, capsys):
     folder, name = spoiled(tmp_path / "bad", math.nan)
     arguments = ["run", str(demo.BASE), "hi", "--adapter", f"a={folder}", "--device", "cpu", "--context", "128"]
-    assert cli.main(arguments) == 5
+    assert main.main(arguments) == 5
     out, err = capsys.readouterr()
     assert out == "" and name in err
 
@@ -79,7 +79,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.flo
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_finite_values_of_every_type_are_finite(dtype, tmp_path, monkeypatch):
     """The bits that are read say what torch says, at the ends of the pieces as well."""
-    monkeypatch.setattr(adapter_file, "_PIECE_BYTES", 512)
+    monkeypatch.setattr(file, "_PIECE_BYTES", 512)
     values = torch.linspace(-8, 8, 999).to(dtype)
     if dtype.is_floating_point:
         values = torch.cat([values.float(), torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min])]).to(dtype)
@@ -89,7 +89,7 @@ def test_finite_values_of_every_type_are_finite(dtype, tmp_path, monkeypatch):
             for place in (0, 255, 256, 998):
                 spoiled[place] = value
         save_file({"empty": torch.empty(0, dtype=dtype), "a": spoiled}, tmp_path / "x.safetensors")
-        problems = adapter_file.value_problems(read_header(tmp_path / "x.safetensors").tensors)
+        problems = file.value_problems(read_header(tmp_path / "x.safetensors").tensors)
         expected = int((~spoiled.double().isfinite()).sum())
         assert problems == ((f"a: {expected} of {len(spoiled)} values are NaN or infinite",) if expected else ())
 
@@ -113,7 +113,7 @@ def test_every_command_names_the_tensor_and_has_the_adapters_exit_code(command, 
     arguments = [words.get(word, word.replace("BAD", str(folder))) for word in ENTRIES[command]]
     loaded = []
     monkeypatch.setattr(trimtab, "load", lambda *args, **options: loaded.append(args))
-    code = cli.main(arguments)
+    code = main.main(arguments)
     out, err = capsys.readouterr()
     assert code == 5 and not loaded
     assert name in out + err and str(folder) in out + err
@@ -122,7 +122,7 @@ def test_every_command_names_the_tensor_and_has_the_adapters_exit_code(command, 
 
 def test_adapters_of_a_folder_lists_the_tensor(tmp_path, capsys):
     _, name = spoiled(tmp_path / "bad", math.inf)
-    assert cli.main(["adapters", str(tmp_path)]) == 0
+    assert main.main(["adapters", str(tmp_path)]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "cannot be used" in out and f"bad: {name}: 2 of" in out
 
@@ -155,6 +155,6 @@ def test_no_look_at_values_keeps_the_interpreter_from_other_threads_for_long(tmp
             sizes.append(len(data))
             return data
 
-    monkeypatch.setattr(adapter_file, "open", File, raising=False)
-    assert adapter_file.value_problems(read_header(tmp_path / "a.safetensors").tensors) == ()
+    monkeypatch.setattr(file, "open", File, raising=False)
+    assert file.value_problems(read_header(tmp_path / "a.safetensors").tensors) == ()
     assert sum(sizes) == 2**23 and max(sizes) <= 2**18

@@ -11,24 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from trimtab.engine.cuda import check_cache as kept_checks
-from trimtab.engine.cuda import launch_config as cuts
-from trimtab.engine.cuda import nvrtc
-from trimtab.engine.cuda import shipped_configs as launch_configs
+from trimtab.engine.cuda import check_cache, launch_config, nvrtc, shipped_configs
 from trimtab.engine.cuda.check_cache import CardEntries
 from trimtab.engine.cuda.nvrtc import KernelLimits
 from trimtab.engine.cuda.shipped_configs import Target
-from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import gemv4
 from trimtab.engine.kernels.selfcheck import KernelFamily
 from trimtab.errors import DeviceError
-from trimtab.process import user_cache as own_folder
+from trimtab.process import user_cache
 
 H200 = {"multiprocessors": 132, "shared_bytes": 232448}
 TARGET = Target("NVIDIA H200", (9, 0), 132, 232448, "0123")
 KEY = ("cut", (2560,), 2048, 1, False)
 PAIR = ("cut", (512, 512), 2048, 3, True)
-HELD = next(cut for cut in cuts.cuts((2560,), 2048, 1, **H200) if cut.held and cut.may_be_normed)
-RING = next(cut for cut in cuts.cuts((512, 512), 2048, 3, pair=True, **H200) if not cut.held)
+HELD = next(cut for cut in launch_config.cuts((2560,), 2048, 1, **H200) if cut.held and cut.may_be_normed)
+RING = next(cut for cut in launch_config.cuts((512, 512), 2048, 3, pair=True, **H200) if not cut.held)
 CONFIGS = {KEY: dataclasses.replace(HELD, normed=True), PAIR: RING}
 
 
@@ -37,34 +34,34 @@ def plain(configs):
 
 
 def text_of(configs=CONFIGS, target=TARGET):
-    return launch_configs.to_text(launch_configs.document(target, configs, {"torch": "2.9"}))
+    return shipped_configs.to_text(shipped_configs.document(target, configs, {"torch": "2.9"}))
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
-    return tmp_path / "trimtab" / kept_checks.FOLDER
+    monkeypatch.setattr(user_cache, "user_cache_path", lambda name: tmp_path / name)
+    return tmp_path / "trimtab" / check_cache.FOLDER
 
 
 @pytest.fixture
 def resources(tmp_path, monkeypatch):
     """Let the package's data be in the test's folder."""
     (tmp_path / "cuda").mkdir()
-    monkeypatch.setattr(launch_configs.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(shipped_configs.resources, "files", lambda package: tmp_path)
     return tmp_path / "cuda" / "launch_configs_sm_90.json"
 
 
 def test_a_document_comes_back_with_its_card_one_configuration_a_line():
     text = text_of()
-    assert launch_configs.from_text(text) == (TARGET, plain(CONFIGS))
+    assert shipped_configs.from_text(text) == (TARGET, plain(CONFIGS))
     assert sum(line.startswith('  {"rows"') for line in text.splitlines()) == 2
     assert json.loads(text)["about"] == {"torch": "2.9"}
 
 
 def test_the_shipped_configurations_were_measured_with_the_present_source():
-    file = Path(matvec.__file__).parent / "cuda" / "launch_configs_sm_90.json"
-    target, configs = launch_configs.from_text(file.read_text(encoding="utf-8"))
-    assert configs and target.source == matvec.source_hash()
+    file = Path(gemv4.__file__).parent / "cuda" / "launch_configs_sm_90.json"
+    target, configs = shipped_configs.from_text(file.read_text(encoding="utf-8"))
+    assert configs and target.source == gemv4.source_hash()
 
 
 @pytest.mark.parametrize("change", [
@@ -75,13 +72,13 @@ def test_a_configuration_that_this_code_would_not_make_is_dropped_and_the_others
     whole = json.loads(text_of())
     row = next(row for row in whole["configs"] if row["columns"] == 2048 and not row["pair"])
     row.update(change)
-    assert launch_configs.from_text(json.dumps(whole))[1] == plain({PAIR: RING})
+    assert shipped_configs.from_text(json.dumps(whole))[1] == plain({PAIR: RING})
 
 
 def test_a_norm_in_front_is_kept_only_where_a_block_has_whole_rows():
     whole = json.loads(text_of({PAIR: RING}))
     whole["configs"][0]["normed"] = True
-    assert launch_configs.from_text(json.dumps(whole))[1] == {}
+    assert shipped_configs.from_text(json.dumps(whole))[1] == {}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +86,7 @@ def test_a_norm_in_front_is_kept_only_where_a_block_has_whole_rows():
 )
 def test_another_text_is_no_document(text):
     with pytest.raises(ValueError):
-        launch_configs.from_text(text)
+        shipped_configs.from_text(text)
 
 
 @settings(max_examples=examples(60))
@@ -97,7 +94,7 @@ def test_another_text_is_no_document(text):
     st.sampled_from(["form", "configs", "target", "rows", "columns", "n"]), kids)))  # fmt: skip
 def test_any_json_is_a_document_or_a_value_error(value):
     try:
-        launch_configs.from_text(json.dumps(value))
+        shipped_configs.from_text(json.dumps(value))
     except ValueError:
         return
 
@@ -106,33 +103,33 @@ def test_any_json_is_a_document_or_a_value_error(value):
 
 
 @pytest.mark.parametrize(("change", "status"), [
-    ({}, launch_configs.SHIPPED), ({"name": "NVIDIA H100"}, launch_configs.SHIPPED),
-    ({"multiprocessors": 114}, launch_configs.SHIPPED_ELSEWHERE), ({"source": "other"}, launch_configs.SHIPPED_ELSEWHERE),
+    ({}, shipped_configs.SHIPPED), ({"name": "NVIDIA H100"}, shipped_configs.SHIPPED),
+    ({"multiprocessors": 114}, shipped_configs.SHIPPED_ELSEWHERE), ({"source": "other"}, shipped_configs.SHIPPED_ELSEWHERE),
 ])  # fmt: skip
 def test_what_was_shipped_says_whether_it_was_measured_on_such_a_card(change, status, resources):
     resources.write_text(text_of())
-    assert launch_configs.shipped(dataclasses.replace(TARGET, **change)) == (plain(CONFIGS), status)
+    assert shipped_configs.shipped(dataclasses.replace(TARGET, **change)) == (plain(CONFIGS), status)
 
 
 def test_a_card_with_less_shared_memory_gets_those_that_fit(resources):
     resources.write_text(text_of())
     small = dataclasses.replace(TARGET, shared_bytes=RING.shared_bytes - 1)
     fitting = {key for key, cut in CONFIGS.items() if cut.shared_bytes < RING.shared_bytes}
-    assert set(launch_configs.shipped(small)[0]) == fitting
+    assert set(shipped_configs.shipped(small)[0]) == fitting
 
 
 def test_a_card_without_a_file_has_nothing_that_was_measured(resources):
     resources.write_text(text_of())
-    assert launch_configs.shipped(dataclasses.replace(TARGET, capability=(8, 6))) == ({}, launch_configs.ESTIMATED)
+    assert shipped_configs.shipped(dataclasses.replace(TARGET, capability=(8, 6))) == ({}, shipped_configs.ESTIMATED)
     resources.write_text("{")
-    assert launch_configs.shipped(TARGET) == ({}, launch_configs.ESTIMATED)
+    assert shipped_configs.shipped(TARGET) == ({}, shipped_configs.ESTIMATED)
 
 
 def test_every_file_of_the_package_can_be_read_whole():
     from pathlib import Path
 
-    for file in (Path(matvec.__file__).parent / "cuda").glob("launch_configs_sm_*.json"):
-        target, configs = launch_configs.from_text(file.read_text(encoding="utf-8"))
+    for file in (Path(gemv4.__file__).parent / "cuda").glob("launch_configs_sm_*.json"):
+        target, configs = shipped_configs.from_text(file.read_text(encoding="utf-8"))
         assert len(configs) == len(json.loads(file.read_text(encoding="utf-8"))["configs"])
         assert file.stem == f"launch_configs_sm_{target.capability[0]}{target.capability[1]}"
 
@@ -141,21 +138,21 @@ def test_every_file_of_the_package_can_be_read_whole():
 
 
 def test_what_was_tuned_is_kept_beside_what_was_tuned_before(folder):
-    launch_configs.keep(TARGET, {KEY: HELD})
-    launch_configs.keep(TARGET, {PAIR: RING})
-    assert launch_configs.kept(TARGET) == plain({KEY: HELD, PAIR: RING})
+    shipped_configs.keep(TARGET, {KEY: HELD})
+    shipped_configs.keep(TARGET, {PAIR: RING})
+    assert shipped_configs.kept(TARGET) == plain({KEY: HELD, PAIR: RING})
 
 
 @pytest.mark.parametrize("change", [{"name": "NVIDIA L4"}, {"source": "newer"}, {"multiprocessors": 78}])
 def test_another_card_or_kernel_was_not_tuned(change, folder):
-    launch_configs.keep(TARGET, CONFIGS)
-    assert launch_configs.kept(dataclasses.replace(TARGET, **change)) == {}
+    shipped_configs.keep(TARGET, CONFIGS)
+    assert shipped_configs.kept(dataclasses.replace(TARGET, **change)) == {}
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(folder):
     folder.parent.write_text("in the way")
-    launch_configs.keep(TARGET, CONFIGS)
-    assert launch_configs.kept(TARGET) == {}
+    shipped_configs.keep(TARGET, CONFIGS)
+    assert shipped_configs.kept(TARGET) == {}
 
 
 # What a compiled kernel needs -----------------------------------------------------------------------------------------
@@ -168,7 +165,7 @@ FITS = KernelLimits(registers=64, max_threads=1024, static_shared_bytes=0, local
     ({"registers": 10**4}, "registers"), ({"local_bytes": 8}, "no room in registers"),
 ])  # fmt: skip
 def test_a_kernel_is_checked_for_shared_memory_threads_and_registers(change, word):
-    why = launch_configs.why_not(HELD, dataclasses.replace(FITS, **change), H200["shared_bytes"])
+    why = shipped_configs.why_not(HELD, dataclasses.replace(FITS, **change), H200["shared_bytes"])
     assert (why is None) == (word is None) and (word is None or word in why)
 
 
@@ -176,18 +173,18 @@ def test_registers_are_given_to_a_warp_in_pieces():
     """57 registers x 32 are 1824, given as 2048: 32 warps take all 65536, one register more a warp's piece takes too many."""
     wide = dataclasses.replace(HELD, k_warps=32, groups=1)
     assert wide.threads == 1024
-    assert launch_configs.why_not(wide, dataclasses.replace(FITS, registers=57), 10**6) is None
-    assert launch_configs.why_not(wide, dataclasses.replace(FITS, registers=65), 10**6) is not None
+    assert shipped_configs.why_not(wide, dataclasses.replace(FITS, registers=57), 10**6) is None
+    assert shipped_configs.why_not(wide, dataclasses.replace(FITS, registers=65), 10**6) is not None
 
 
 def test_what_was_never_timed_holds_its_weights_in_registers_where_every_timed_shape_does():
-    file = Path(matvec.__file__).parent / "cuda" / "launch_configs_sm_90.json"
+    file = Path(gemv4.__file__).parent / "cuda" / "launch_configs_sm_90.json"
     timed = json.loads(file.read_text(encoding="utf-8"))["configs"]
     assert len(timed) > 80 and all(one["held"] for one in timed)
     for one in timed:
-        assert cuts.cuts(one["rows"], one["columns"], one["n"], pair=one["pair"], **H200)[0].held, one
+        assert launch_config.cuts(one["rows"], one["columns"], one["n"], pair=one["pair"], **H200)[0].held, one
     # 22 pairs of blocks: 11 or 22 warps.
-    first = cuts.cuts((4096, 2048, 2048), 2816, 1, **H200)[0]
+    first = launch_config.cuts((4096, 2048, 2048), 2816, 1, **H200)[0]
     assert (first.held, first.k_warps) == (1, 11)
 
 
@@ -233,14 +230,14 @@ def test_another_card_is_checked_itself(fact, value, card):
 def test_another_driver_or_compiler_checks_again_and_tunes_nothing_again(name, card, monkeypatch):
     passed("products")
     new = 13010 if name == "driver_version" else SimpleNamespace(version=(13, 1))
-    launch_configs.keep(TARGET, CONFIGS)
+    shipped_configs.keep(TARGET, CONFIGS)
     monkeypatch.setattr(nvrtc, name, lambda: new)
-    assert kept("products") is None and launch_configs.kept(TARGET) == plain(CONFIGS)
+    assert kept("products") is None and shipped_configs.kept(TARGET) == plain(CONFIGS)
 
 
 def test_changed_code_checks_again(card, monkeypatch):
     passed("products")
-    monkeypatch.setattr(kept_checks, "sources", lambda: "changed")
+    monkeypatch.setattr(check_cache, "sources", lambda: "changed")
     assert kept("products") is None
 
 

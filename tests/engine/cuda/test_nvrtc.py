@@ -9,14 +9,12 @@ import torch
 from tests.cuda_on_cpu.machine_code import machine_code
 from tests.long_runs import halved
 from tests.raised import raised
-from trimtab.engine.cuda import launch_config as cuts
-from trimtab.engine.cuda import nvrtc
-from trimtab.engine.kernels import dequantize, gemm4, layouts
-from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.cuda import launch_config, nvrtc
+from trimtab.engine.kernels import dequantize, gemm4, gemv4, layouts
 from trimtab.engine.kernels.autotune import RandomWeights
 from trimtab.errors import DeviceError
 from trimtab.formats.record import stored_format
-from trimtab.process import user_cache as own_folder
+from trimtab.process import user_cache
 
 SOURCE = 'extern "C" __global__ void fill(float* p, int n) { if (threadIdx.x < n) p[threadIdx.x] = 1.f; }'
 
@@ -45,7 +43,7 @@ class Counting:
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """Return the folder in which compiled kernels are kept."""
-    monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(user_cache, "user_cache_path", lambda name: tmp_path / name)
     return tmp_path / "trimtab" / nvrtc.FOLDER
 
 
@@ -199,7 +197,7 @@ def test_products_compile_with_what_a_weight_needs(target):
         ("-DHALF=0", "-DNESTED=1", "-DWHOLE=1", "-DSHARED_BASE=1024"),
         ("-DHALF=1", "-DNESTED=0", "-DWHOLE=0", "-DSHARED_BASE=1024"),
     ):
-        code = machine_code(matvec.source(), target, options)
+        code = machine_code(gemv4.source(), target, options)
         assert b"matvec_4" in code and b"matvec_8" in code
 
 
@@ -207,11 +205,11 @@ def test_products_compile_with_what_a_weight_needs(target):
 def test_a_product_compiled_for_its_shape_keeps_what_it_asked_for_in_registers(target, form):
     n, normed = form
     cut = next(
-        one for one in cuts.cuts((10240, 10240), 2560, n, multiprocessors=132, shared_bytes=232448, pair=True)
+        one for one in launch_config.cuts((10240, 10240), 2560, n, multiprocessors=132, shared_bytes=232448, pair=True)
         if one.held and (one.may_be_normed or not normed)
     )  # fmt: skip
     options = ("-DHALF=0", "-DNESTED=1", "-DWHOLE=1", "-DSHARED_BASE=1024", *cut.options(40, 2, pair=True, normed=normed))
-    code = machine_code(matvec.source(), target, options)
+    code = machine_code(gemv4.source(), target, options)
     assert b"matvec_held" in code and b"matvec_8" not in code
 
 
@@ -226,12 +224,12 @@ QUICK = {"int4-g32", "fp8-128x128", "q4_k", "mobile4-row-a8", "nvfp4-g16"}
 def test_the_product_of_few_rows_compiles_for_every_form_of_a_weight(form):
     weight = RandomWeights(torch.device("cpu"), quant=form).make(64, 512)
     cut = next(
-        one for one in cuts.cuts(
+        one for one in launch_config.cuts(
             (4096, 4096), 4096, 1, multiprocessors=132, shared_bytes=232448, pair=True, layout=layouts.layout(weight)
         ) if one.held
     )  # fmt: skip
     own = *layouts.options(weight), *cut.options(64, 2, pair=True, normed=False)
-    code = machine_code(matvec.source(), "sm_90", ("-DHALF=0", "-DSHARED_BASE=1024", "-DWHOLE=1", *own))
+    code = machine_code(gemv4.source(), "sm_90", ("-DHALF=0", "-DSHARED_BASE=1024", "-DWHOLE=1", *own))
     assert b"matvec_held" in code
 
 

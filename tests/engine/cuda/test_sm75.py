@@ -22,17 +22,11 @@ from tests.cuda_on_cpu.machine_code import machine_code
 from tests.long_runs import crossed, slow_on_cpu
 from tests.raised import raised, refused
 from trimtab import api
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.engine import float16_check
-from trimtab.engine.cuda import launch_config as cuts
-from trimtab.engine.formats import int8_head as head8
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import delta_rule
-from trimtab.engine.kernels import dequantize as prompt_kernels
-from trimtab.engine.kernels import embed_and_logits as ends
-from trimtab.engine.kernels import experts as mixtures
-from trimtab.engine.kernels import gemm4 as many_rows
-from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.cuda import launch_config
+from trimtab.engine.formats import int8_head
+from trimtab.engine.kernels import attention_and_norms, delta_rule, dequantize, embed_and_logits, experts, gemm4, gemv4
 from trimtab.engine.loader import load
 from trimtab.engine.loader import pieces as loaded_pieces
 from trimtab.engine.tiers.reader import Reader
@@ -48,7 +42,9 @@ SHARED_BYTES = 64 * 1024  # of a block on compute capability 7.5
 
 @pytest.mark.parametrize("target", [TARGET, "sm_80", "sm_90", *(slow_on_cpu(target) for target in NEWER)])
 @pytest.mark.parametrize(
-    "module", [ends, fused, head8, many_rows, matvec, mixtures, prompt_kernels], ids=lambda one: one.__name__.rpartition(".")[2]
+    "module",
+    [embed_and_logits, attention_and_norms, int8_head, gemm4, gemv4, experts, dequantize],
+    ids=lambda one: one.__name__.rpartition(".")[2],
 )
 def test_every_kernel_compiles(module, target):
     code = machine_code(module.source(), target)
@@ -61,14 +57,16 @@ def test_every_kernel_compiles(module, target):
     *(slow_on_cpu(dim, torch.bfloat16, target) for dim in (128, 512) for target in NEWER),
 ])  # fmt: skip
 def test_attention_compiles(dim, dtype, target):
-    shape = fused.AttentionShape(*((16, 1) if dim == 512 else (8, 2)), dim)
+    shape = attention_and_norms.AttentionShape(*((16, 1) if dim == 512 else (8, 2)), dim)
     for turn in (False, True):
-        assert machine_code(fused.source("attend.cu"), target, fused.attention_options(shape, dtype, turn=turn))
+        assert machine_code(
+            attention_and_norms.source("attend.cu"), target, attention_and_norms.attention_options(shape, dtype, turn=turn)
+        )
 
 
 def test_attention_does_not_compile_without_its_shape():
     with pytest.raises((DeviceError, AssertionError), match="DIM"):
-        machine_code(fused.source("attend.cu"), "sm_90")
+        machine_code(attention_and_norms.source("attend.cu"), "sm_90")
 
 
 def test_the_gated_delta_rule_compiles():
@@ -78,7 +76,7 @@ def test_the_gated_delta_rule_compiles():
 
 def test_every_source_of_kernels_is_compiled_here():
     """A new file of kernels belongs into the list above."""
-    folder = Path(matvec.__file__).parent / "cuda"
+    folder = Path(gemv4.__file__).parent / "cuda"
     assert {file.name for file in folder.glob("*.cu")} == {
         "attend.cu", "delta.cu", "ends.cu", "experts.cu", "experts_many.cu", "experts_near.cu", "fused.cu", "head8.cu",
         "matvec4.cu", "prompt.cu", "rows.cu",
@@ -87,16 +85,16 @@ def test_every_source_of_kernels_is_compiled_here():
 
 @pytest.mark.parametrize(("shared_bytes", "has_room"), [(48 * 1024, False), (SHARED_BYTES, True), (99 * 1024, True)])
 def test_products_of_many_rows_are_refused_by_name_where_a_block_has_no_room(shared_bytes, has_room):
-    why = many_rows.why_no_room(SimpleNamespace(shared_bytes=shared_bytes), "nf4")
+    why = gemm4.why_no_room(SimpleNamespace(shared_bytes=shared_bytes), "nf4")
     assert (why is None) == has_room
     if why is not None:
-        assert f"{many_rows.shared_bytes(16, 16)} B of shared memory" in why and str(shared_bytes) in why
+        assert f"{gemm4.shared_bytes(16, 16)} B of shared memory" in why and str(shared_bytes) in why
 
 
 def test_our_products_of_4_bit_weights_have_no_room_in_its_shared_memory():
     """So captured modules, with bitsandbytes' products, are the fastest way to run there."""
     for columns in (256, 1024, 2560, 10240):
-        assert cuts.cuts((2560,), columns, 1, multiprocessors=40, shared_bytes=SHARED_BYTES) == []
+        assert launch_config.cuts((2560,), columns, 1, multiprocessors=40, shared_bytes=SHARED_BYTES) == []
 
 
 # The type -----------------------------------------------------------------------------------------------------------------
@@ -128,12 +126,12 @@ def test_a_plan_for_a_t4_says_its_type_and_how_it_runs(llama, tmp_path, capsys):
     assert made.request.dtype == "float32" and "exceed float16" in made.dtype_reason
     step = trimtab.plan(gemma, dtype="float16", quant="nf4", **options).execution.step
     assert step.mode == "graph" and "trimtab's kernels need 8.0" in step.reason
-    assert cli.main(["plan", str(llama), "--card", "T4", "--context", "64"]) == 0
+    assert main.main(["plan", str(llama), "--card", "T4", "--context", "64"]) == 0
     assert "type float16: bfloat16 is emulated" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_type_and_a_mode_that_are_asked_for_are_named_with_their_cost_and_the_modes_that_are_left(llama, capsys):
-    assert cli.main(["plan", str(llama), "--card", "T4", "--dtype", "bfloat16", "--context", "64"]) == 0
+    assert main.main(["plan", str(llama), "--card", "T4", "--dtype", "bfloat16", "--context", "64"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "type bfloat16: requested; bfloat16 is emulated on compute capability 7.5" in shown
     error = refused(api.plan, llama, card="T4", decode="fused", context=64)

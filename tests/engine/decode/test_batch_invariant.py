@@ -19,7 +19,7 @@ from trimtab import load, plan
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.decode import batch_invariant as company
+from trimtab.engine.decode import batch_invariant
 from trimtab.engine.kv import sequence
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import RequestError
@@ -123,13 +123,13 @@ def test_without_the_flag_bits_differ_between_numbers_of_rows():
 
 @pytest.mark.parametrize("static", [pytest.param(True, id="chunks"), pytest.param(False, marks=SLOW_ON_CPU, id="own prompts")])
 def test_cached_prefixes_change_no_bits(static, monkeypatch):
-    monkeypatch.setattr(company, "INVARIANT_CHUNK", PIECE)
+    monkeypatch.setattr(batch_invariant, "INVARIANT_CHUNK", PIECE)
     # A prompt of a GPU's own goes through in the plan's chunks, the largest of 512 tokens: what two of them hold needs more room.
     has_own_sizes = DEVICE != "cpu" and not static
     context, cache = (1280, "64MiB") if has_own_sizes else (320, "8MiB")
     with load(made(prefix_cache=cache, context=context)) as one:
         batch = batch_of(one, static=static)
-        piece = company.piece_tokens(batch.prompts.sizes, batch.model.prefill_tokens)
+        piece = batch_invariant.piece_tokens(batch.prompts.sizes, batch.model.prefill_tokens)
         assert piece == (512 if has_own_sizes else PIECE)
         asked = questions(6, shared=piece * 2 + 5, most=90)
         expected = [alone(batch, ask) for ask in asked]
@@ -188,7 +188,7 @@ def test_pieces_of_a_prompt_do_not_follow_the_time_that_others_leave(model):
     sizes = []
     while not prompt.step(16):
         sizes.append(prompt.chunk_tokens)
-    assert sizes == [PIECE, PIECE] and company.piece_tokens(batch.prompts.sizes, batch.model.prefill_tokens) == PIECE
+    assert sizes == [PIECE, PIECE] and batch_invariant.piece_tokens(batch.prompts.sizes, batch.model.prefill_tokens) == PIECE
     batch.leave(batch.join(prompt).row)
     first, second = (began(batch, (None, list(range(8, 158)))) for _ in range(2))
     first.step()

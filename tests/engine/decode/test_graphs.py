@@ -21,8 +21,7 @@ from trimtab.engine.batch.batch import Batch
 from trimtab.engine.decode import decode_step, step_capture, step_choice
 from trimtab.engine.kv import sequence
 from trimtab.engine.layers import leaves
-from trimtab.engine.memory import graph_cache
-from trimtab.engine.memory import reserve as transient_room
+from trimtab.engine.memory import graph_cache, reserve
 from trimtab.engine.memory.graph_cache import GraphCache, check_replay
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import DeviceError, RequestError
@@ -529,8 +528,8 @@ def test_what_a_first_request_does_not_need_is_captured_in_moments_without_reque
 def test_steps_asked_for_by_name_and_budgets_without_room_for_later_graphs_are_captured_at_once(model, replayed, monkeypatch):
     for batch in (Batch(model, rows=4, decode="graph"), Batch(model, rows=4)):
         if batch.steps.mode == "auto":
-            monkeypatch.setattr(transient_room, "is_wanted", lambda plan, device: True)
-            monkeypatch.setattr(transient_room, "take", lambda plan, device: 0)
+            monkeypatch.setattr(reserve, "is_wanted", lambda plan, device: True)
+            monkeypatch.setattr(reserve, "take", lambda plan, device: 0)
         batch.captures_ahead.prepare(first=True)
         assert batch.steps.captures == 3 and not batch.captures_ahead.left
 

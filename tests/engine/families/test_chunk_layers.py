@@ -13,7 +13,7 @@ from tests.engine.prefill.test_packed_prompts import both, together, wide
 from tests.engine.prefill.test_prefill import DEVICE, ON_GPU, REQUEST, TOLERANCE, answered, differ, eager, ids, through  # fmt: skip
 from tests.long_runs import skip_without_rings
 from trimtab.engine.families.chunk import ChunkLayers
-from trimtab.engine.prefill import packing as packed_prompts
+from trimtab.engine.prefill import packing
 
 # On both sides of a chunk of 8 and 16 tokens and of the window of 8; several chunks, the last one nearly empty and full.
 LENGTHS = (1, 7, 8, 9, 15, 16, 17, 40, 48)
@@ -77,7 +77,7 @@ def test_other_forms_of_the_cache_are_written_as_the_modules_write_them(tmp_path
 
 @pytest.mark.parametrize("names", [(None,) * 4, ("plain", None, "dora", "plain")], ids=["base", "adapters"])
 def test_several_prompts_of_one_pass_go_through_them_too(model, names, monkeypatch):
-    monkeypatch.setattr(packed_prompts, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(packing, "LEAST_TOKENS", 16)
     expected, batch = eager(model), wide(batch_of(model, rows=5), monkeypatch)
     if batch.prompts.packs.why_not() is not None:
         pytest.skip(batch.prompts.packs.why_not())
@@ -96,7 +96,7 @@ def test_several_prompts_of_one_pass_go_through_them_too(model, names, monkeypat
 @pytest.mark.skipif(ON_GPU, reason="a table of adapters is of 16 bits, and this test of float32")
 def test_rows_of_a_pass_have_their_own_adapters_in_routers(tmp_path, monkeypatch):
     """Experts take the tokens of all rows as one; what adds adapters by row must see the rows: Gemma 4's router has a linear."""
-    monkeypatch.setattr(packed_prompts, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(packing, "LEAST_TOKENS", 16)
     base = pico.build("gemma4_moe", tmp_path / "base")
     adapter = pico.adapter(base, tmp_path / "all", targets=r".*router\.proj")
     plan = trimtab.plan(base, quant="none", dtype="float32", context=96, device=DEVICE, adapters={"all": adapter})

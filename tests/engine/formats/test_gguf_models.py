@@ -20,8 +20,7 @@ from tests.raised import raised
 from trimtab.checkpoint.folder import find_folder, read_checkpoint
 from trimtab.engine.formats import weights
 from trimtab.engine.layers.leaves import PackedTable, ResidentLeaf
-from trimtab.engine.loader import load
-from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.loader import load, transformers_model
 from trimtab.engine.tiers.reader import Arena
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.planning.plan.plan import Plan
@@ -151,7 +150,7 @@ def test_a_plan_counts_the_bytes_of_each_type(root, monkeypatch):
     trimtab.load(tied).close()
     assert 0 <= rooms[0] - tied.gpu["weights"] < 1024  # a head that is its table's needs no room of its own
     # While a weight is read, its blocks become parts.
-    anatomy = hf.read_anatomy(read_checkpoint(file), quant="none", dtype="bfloat16")
+    anatomy = transformers_model.read_anatomy(read_checkpoint(file), quant="none", dtype="bfloat16")
     blocks = {block.block_path: block for block in blocks_of(anatomy, "auto")}
     peaks = [blocks[name].load_transient_bytes for name in ("lm_head", "model.layers.0")]
     assert peaks == [2 * 320 * 210, 2 * 512 * 210]

@@ -14,10 +14,9 @@ from tests import pico
 from tests.adapter_files import write_tensors
 from tests.cuda_on_cpu import run
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.formats import int8_head
 from trimtab.engine.layers.leaves import GatheredTable, HostLeaf, ResidentLeaf, StagedLinear
-from trimtab.engine.loader import head_kernel as head8_choice
-from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.loader import head_kernel, transformers_model
 from trimtab.engine.tiers.reader import read_small
 from trimtab.errors import CheckpointError, DeviceError, RequestError
 from trimtab.formats.record import HEAD8, packed_parts
@@ -63,35 +62,37 @@ def test_rows_are_scaled_by_their_largest_value_and_rounded_to_even(dtype):
     weight = torch.randn(7, 64).to(dtype)
     weight[2] = 0
     weight[3, :5] = torch.tensor([127, 0.5, 1.5, -2.5, -127]).to(dtype)  # scale 1: halves are ties
-    q, scale = head8.quantize_rows(weight)
+    q, scale = int8_head.quantize_rows(weight)
     wanted, scales = rounded_by_hand(weight)
     assert q.tolist() == wanted and scale.tolist() == scales and q[3, :5].tolist() == [127, 0, 2, -2, -127]
     assert scale[2] == 0 and not q[2].any()
     assert int(q.abs().max()) == 127 and int(q.min()) >= -127
-    back = head8.dense(q, scale, torch.float32)
+    back = int8_head.dense(q, scale, torch.float32)
     assert (back - weight.float()).abs().le(scale[:, None] * 0.5001).all()
-    assert head8.is_same({"weight": q, "scale": scale}, weight) and not head8.is_same({"weight": q, "scale": scale}, -weight)
+    assert int8_head.is_same({"weight": q, "scale": scale}, weight) and not int8_head.is_same(
+        {"weight": q, "scale": scale}, -weight
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_weight_that_is_not_finite_is_seen(value):
     weight = torch.ones(4, 8)
     q, scale = torch.empty(4, 8, dtype=torch.int8), torch.empty(4)
-    assert head8.fill([weight[:3], weight[3:]], {"weight": q, "scale": scale})
+    assert int8_head.fill([weight[:3], weight[3:]], {"weight": q, "scale": scale})
     weight[3, 5] = value
-    assert not head8.fill([weight[:3], weight[3:]], {"weight": q, "scale": scale})
+    assert not int8_head.fill([weight[:3], weight[3:]], {"weight": q, "scale": scale})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_the_product_rounds_once_after_float32_sums(monkeypatch, dtype, has_bias):
     torch.manual_seed(1)
-    q, scale = head8.quantize_rows(torch.randn(301, 128))
+    q, scale = int8_head.quantize_rows(torch.randn(301, 128))
     bias = torch.randn(301).to(dtype) if has_bias else None
     x = torch.randn(2, 3, 128).to(dtype)
-    whole = head8.Head(q, scale, bias)(x)
-    monkeypatch.setattr(head8, "HEAD_CHUNK_VALUES", 128 * 50)  # seven chunks, the last one short
-    y = head8.Head(q, scale, bias)(x)
+    whole = int8_head.Head(q, scale, bias)(x)
+    monkeypatch.setattr(int8_head, "HEAD_CHUNK_VALUES", 128 * 50)  # seven chunks, the last one short
+    y = int8_head.Head(q, scale, bias)(x)
     assert y.shape == (2, 3, 301) and y.dtype == dtype
     exact = x.double() @ q.double().T * scale.double() + (0 if bias is None else bias.double())
     step = 2**-8 if dtype == torch.bfloat16 else 2**-22
@@ -103,13 +104,13 @@ def test_the_product_rounds_once_after_float32_sums(monkeypatch, dtype, has_bias
 
 
 def kernel(source: str | None = None, order: int = 0) -> run.CpuModule:
-    return run.CpuModule(source or head8.source(), head8.NAMES, order=order, multiprocessors=1)
+    return run.CpuModule(source or int8_head.source(), int8_head.NAMES, order=order, multiprocessors=1)
 
 
-def random_head(rows: int, width: int, *, bias: bool = False) -> head8.Head:
+def random_head(rows: int, width: int, *, bias: bool = False) -> int8_head.Head:
     torch.manual_seed(rows + width)
-    q, scale = head8.quantize_rows(torch.randn(rows, width) * torch.rand(rows, 1))
-    return head8.Head(q, scale, torch.randn(rows).bfloat16() if bias else None)
+    q, scale = int8_head.quantize_rows(torch.randn(rows, width) * torch.rand(rows, 1))
+    return int8_head.Head(q, scale, torch.randn(rows).bfloat16() if bias else None)
 
 
 @pytest.mark.parametrize("order", [0, 1, 7])
@@ -117,15 +118,15 @@ def random_head(rows: int, width: int, *, bias: bool = False) -> head8.Head:
 def test_the_kernel_agrees_with_float64_and_torch(rows, width, bias, order):
     head = random_head(rows, width, bias=bias)
     module = kernel(order=order)
-    assert head8_choice.why_not(head, torch.bfloat16, module) is None
-    assert head8_choice.check(module, head, counts=(1, 2, 5, 8)) is None and module.launches == ["head8"] * 4
+    assert head_kernel.why_not(head, torch.bfloat16, module) is None
+    assert head_kernel.check(module, head, counts=(1, 2, 5, 8)) is None and module.launches == ["head8"] * 4
 
 
 def test_every_8_bit_value_and_place_is_decoded(tmp_path):
     """x picks one column at a time, so that y is that column of q itself."""
     width = 128
     q = (torch.arange(255 * width) * 7 % 255 - 127).to(torch.int8).view(255, width)
-    head = head8.Head(q, torch.ones(255), None)
+    head = int8_head.Head(q, torch.ones(255), None)
     head.kernel.module = kernel()
     for start in range(0, width, 8):
         x = torch.zeros(8, width, dtype=torch.bfloat16)
@@ -138,11 +139,11 @@ def test_the_kernel_writes_its_rows_alone_and_reads_strided_ones():
     module = kernel()
     wide = torch.randn(3, 2, 192).bfloat16()
     out = torch.full((3, 64), math.nan, dtype=torch.bfloat16)
-    head8.launched(wide[:, 1], head.q, head.scale, None, module, out=out[:, :40])
-    torch.testing.assert_close(out[:, :40], head8.plain(wide[:, 1], head.q, head.scale))
+    int8_head.launched(wide[:, 1], head.q, head.scale, None, module, out=out[:, :40])
+    torch.testing.assert_close(out[:, :40], int8_head.plain(wide[:, 1], head.q, head.scale))
     assert out[:, 40:].isnan().all()
     odd = torch.randn(2, 193).bfloat16()[:, 1:]  # not aligned: copied first
-    torch.testing.assert_close(head8.launched(odd, head.q, head.scale, None, module), head8.plain(odd, head.q, head.scale))
+    torch.testing.assert_close(int8_head.launched(odd, head.q, head.scale, None, module), int8_head.plain(odd, head.q, head.scale))
 
 
 @pytest.mark.parametrize("right, wrong", [
@@ -150,23 +151,23 @@ def test_the_kernel_writes_its_rows_alone_and_reads_strided_ones():
     ("2 * t + (i & 1)", "2 * t"),
 ])  # fmt: skip
 def test_a_kernel_that_computes_wrongly_is_left_out(right, wrong):
-    source = head8.source()
+    source = int8_head.source()
     assert right in source
-    why = head8_choice.check(kernel(source.replace(right, wrong)), random_head(64, 128))
+    why = head_kernel.check(kernel(source.replace(right, wrong)), random_head(64, 128))
     assert why is not None and "relative error" in why
 
 
 def test_a_kernel_that_is_slower_is_left_out_and_what_was_measured_is_kept(monkeypatch):
     head, module = random_head(64, 128), kernel()
     times = iter([3.0, 2.0, 3.0, 20.0])
-    monkeypatch.setattr(head8, "load", lambda device: module)
+    monkeypatch.setattr(int8_head, "load", lambda device: module)
     monkeypatch.setattr("trimtab.engine.kernels.autotune.graph_us", lambda run, device: next(times))
     for theirs, used, why in ((2.0, None, "slower here: 3.0 µs against torch's 2.0"), (20.0, module, None)):
         measured: dict = {}
-        found = head8_choice.family(head, torch.bfloat16).choose_alone(head.q.device, measured)
-        assert found == (used, why) and measured == {head8.NAME: (3.0, theirs)}
-    found = head8_choice.measure(module, head, lambda run: (run(), 5.0)[1], weight=torch.randn(64, 128))
-    assert found == {head8.NAME: (5.0, 5.0), "whole head": (5.0, 5.0)}
+        found = head_kernel.family(head, torch.bfloat16).choose_alone(head.q.device, measured)
+        assert found == (used, why) and measured == {int8_head.NAME: (3.0, theirs)}
+    found = head_kernel.measure(module, head, lambda run: (run(), 5.0)[1], weight=torch.randn(64, 128))
+    assert found == {int8_head.NAME: (5.0, 5.0), "whole head": (5.0, 5.0)}
 
 
 @pytest.mark.parametrize("tier", ["resident", "stream"])
@@ -174,11 +175,11 @@ def test_a_loaded_head_uses_the_kernel_that_was_chosen(demo_plan, monkeypatch, t
     plan = of_demo(place={"head": tier})
     with trimtab.load(plan) as model:
         wanted, leaf, module = model.logits(ASKED[1]), model.hf_model.lm_head, kernel()
-        monkeypatch.setattr(head8, "load", lambda device: module)
+        monkeypatch.setattr(int8_head, "load", lambda device: module)
         times = iter([5.0, 1.0, 1.0, 5.0])
         monkeypatch.setattr("trimtab.engine.kernels.autotune.graph_us", lambda run, device: next(times))
-        assert "slower here" in str(head8_choice.choose(leaf)) and kernel_of(model) is None
-        assert head8_choice.choose(leaf) is None and kernel_of(model) is module
+        assert "slower here" in str(head_kernel.choose(leaf)) and kernel_of(model) is None
+        assert head_kernel.choose(leaf) is None and kernel_of(model) is module
         module.launches.clear()
         torch.testing.assert_close(model.logits(ASKED[1]), wanted, rtol=2**-7, atol=2**-7)
         assert module.launches
@@ -186,18 +187,18 @@ def test_a_loaded_head_uses_the_kernel_that_was_chosen(demo_plan, monkeypatch, t
         def refuses(device):
             raise DeviceError("does not compile", device="cuda")
 
-        monkeypatch.setattr(head8, "load", refuses)
-        assert "does not compile" in str(head8_choice.choose(leaf))
+        monkeypatch.setattr(int8_head, "load", refuses)
+        assert "does not compile" in str(head_kernel.choose(leaf))
 
 
 def test_what_the_kernel_cannot_take_goes_through_torch():
     head, module = random_head(64, 96), kernel()
-    assert "96 values" in str(head8_choice.why_not(head, torch.bfloat16, module))
+    assert "96 values" in str(head_kernel.why_not(head, torch.bfloat16, module))
     head = random_head(64, 128)
-    assert "float32" in str(head8_choice.why_not(head, torch.float32, module))
+    assert "float32" in str(head_kernel.why_not(head, torch.float32, module))
     head.kernel.module = module
     for x in (torch.randn(9, 128).bfloat16(), torch.randn(2, 128)):
-        torch.testing.assert_close(head(x), head8.plain(x, head.q, head.scale))
+        torch.testing.assert_close(head(x), int8_head.plain(x, head.q, head.scale))
     assert module.launches == []
     assert head(torch.randn(1, 8, 128).bfloat16()).shape == (1, 8, 64)
     assert module.launches == ["head8"]
@@ -214,7 +215,7 @@ def demo_plan() -> Plan:
 def head_weight(folder: Path) -> Tensor:
     """The tensor of the file that the demo's head is."""
     checkpoint = read_checkpoint(folder)
-    probe = hf.probe(checkpoint)
+    probe = transformers_model.probe(checkpoint)
     expression = probe.sources["lm_head.weight"]
     (name,) = expression.leaves
     return read_small({name: checkpoint.tensors[name]})[name]
@@ -225,7 +226,7 @@ def test_the_head_is_made_from_the_file_and_the_table_stays_bit_for_bit(demo_pla
     with trimtab.load(demo_plan) as model:
         leaf = model.hf_model.lm_head
         assert isinstance(leaf, ResidentLeaf) and leaf.quant_kind == HEAD8
-        q, scale = head8.quantize_rows(weight)
+        q, scale = int8_head.quantize_rows(weight)
         packed = leaf.packed()
         assert torch.equal(packed.parts["weight"], q) and torch.equal(packed.parts["scale"], scale)
         table = model.hf_model.get_input_embeddings()
@@ -238,7 +239,7 @@ def test_pieces_smaller_than_the_weight_give_the_same_head(demo_plan, monkeypatc
     from trimtab.engine.loader import load
 
     monkeypatch.setattr(load, "HEAD_PIECE_VALUES", 7 * 128)
-    q, scale = head8.quantize_rows(head_weight(DEMO / "base"))
+    q, scale = int8_head.quantize_rows(head_weight(DEMO / "base"))
     with trimtab.load(demo_plan) as model:
         packed = model.hf_model.lm_head.packed()
         assert torch.equal(packed.parts["weight"], q) and torch.equal(packed.parts["scale"], scale)
@@ -263,7 +264,10 @@ def test_a_step_is_counted_with_the_weights_that_are_float32_at_a_time():
     from trimtab.planning.memory.activations import needs_of, use_of
 
     checkpoint = read_checkpoint(DEMO / "base")
-    found = {head: hf.anatomy_of(hf.probe(checkpoint), checkpoint, quant="nf4-dq", head=head) for head in ("full", "int8")}
+    found = {
+        head: transformers_model.anatomy_of(transformers_model.probe(checkpoint), checkpoint, quant="nf4-dq", head=head)
+        for head in ("full", "int8")
+    }
     use = use_of(LoadRequest(model="m", context_tokens=1, images=0, audio_s=0), found["full"], answer_tokens=1)
     steps = {head: needs_of(one, use, quant="nf4-dq", has_adapters=False).phases["step"][1] for head, one in found.items()}
     rows, width = head_weight(DEMO / "base").shape
@@ -373,7 +377,7 @@ def test_dora_on_the_head_scales_by_the_8_bit_weights_own_norms(base, tmp_path):
     with trimtab.load(planned(base, head="int8", adapters={"a": adapter})) as model:
         leaf = model.hf_model.lm_head
         own, parts = leaf.adapters["a"], leaf.packed().parts
-        dense = head8.dense(parts["weight"], parts["scale"], model.dtype)
+        dense = int8_head.dense(parts["weight"], parts["scale"], model.dtype)
         norm = torch.linalg.norm(dense.float() + own.scale * (own.B @ own.A), dim=1)
         stored = own.magnitude.flatten() * norm
         x = torch.randn(3, leaf.in_features).bfloat16()
@@ -424,7 +428,7 @@ def test_a_full_embedding_in_an_adapter_reaches_the_tied_head_too(base, tmp_path
 def test_other_families_and_untied_heads_load_and_answer(family, tmp_path):
     folder = pico.build(family, tmp_path)
     checkpoint = read_checkpoint(folder)
-    is_tied = bool(hf.probe(checkpoint).ties)
+    is_tied = bool(transformers_model.probe(checkpoint).ties)
     plan, whole = planned(folder, head="int8", quant="none"), planned(folder, quant="none")
     with trimtab.load(plan) as model, trimtab.load(whole) as theirs:
         assert model.hf_model.get_output_embeddings().quant_kind == HEAD8
@@ -449,9 +453,9 @@ def test_a_head_of_float32_is_made_from_float32(tmp_path):
     folder, head = with_head(tmp_path, lambda head: head.float() + torch.randn(head.shape) * 1e-4)
     with trimtab.load(planned(folder, head="int8", quant="none")) as model:
         parts = model.hf_model.lm_head.packed().parts
-    q, scale = head8.quantize_rows(head)
+    q, scale = int8_head.quantize_rows(head)
     assert torch.equal(parts["weight"], q) and torch.equal(parts["scale"], scale)
-    assert not head8.is_same({"weight": q, "scale": scale}, head.bfloat16())
+    assert not int8_head.is_same({"weight": q, "scale": scale}, head.bfloat16())
 
 
 def test_a_value_that_is_not_finite_names_the_tensor(tmp_path):

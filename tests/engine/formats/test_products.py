@@ -17,12 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trimtab
 from tests import pico, stock
 from tests.raised import raised, refused
-from trimtab.engine.formats import bitsandbytes as quant
-from trimtab.engine.formats import weights
+from trimtab.engine.formats import bitsandbytes, weights
 from trimtab.engine.formats.bitsandbytes import quantize, without_compiler, without_hub_kernels
 from trimtab.engine.formats.packed import Matmul, MatmulTable, PlainShell
 from trimtab.engine.layers.leaves import ResidentLeaf
-from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora import layers
 from trimtab.engine.lora.store import AdapterStore, Selection
 from trimtab.errors import CheckpointError, DeviceError
 from trimtab.formats.record import PackedEntry
@@ -36,9 +35,9 @@ def test_a_format_that_the_machine_cannot_make_is_a_device_error(kind, name, mon
     def fail(*args, **kwargs):
         raise NotImplementedError("no kernel image is available")
 
-    monkeypatch.setattr(quant, name, fail, raising=False)
-    monkeypatch.setattr(quant.bnb.functional, name, fail)
-    error = raised(DeviceError, quant.quantize, torch.ones(64, 64), kind, match=r"cannot quantize to .* \(no kernel image")
+    monkeypatch.setattr(bitsandbytes, name, fail, raising=False)
+    monkeypatch.setattr(bitsandbytes.bnb.functional, name, fail)
+    error = raised(DeviceError, bitsandbytes.quantize, torch.ones(64, 64), kind, match=r"cannot quantize to .* \(no kernel image")
     assert error.device == "cpu"
 
 
@@ -61,10 +60,10 @@ def test_experts_that_an_older_file_packs_one_by_one_are_dequantized(tmp_path):
         if ".experts." not in name:
             tensors[name] = tensor
             continue
-        data, state = quant.quantize_4bit(tensor.contiguous(), blocksize=64, quant_type="nf4")
+        data, state = bitsandbytes.quantize_4bit(tensor.contiguous(), blocksize=64, quant_type="nf4")
         tensors[name] = data
         tensors |= {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
-        dense[name] = quant.dequantize_4bit(data, state)
+        dense[name] = bitsandbytes.dequantize_4bit(data, state)
     assert dense
     save_file({name: value.contiguous() for name, value in tensors.items()}, file, metadata=metadata)
     config = json.loads((folder / "config.json").read_text())
@@ -89,14 +88,14 @@ def test_rows_that_begin_inside_a_block_have_that_block_s_scale(kind, shape):
     """On CPUs with AVX512 bitsandbytes 0.50 takes another (I16)."""
     weight = torch.randn(*shape, generator=torch.Generator().manual_seed(5)) * torch.logspace(-2, 2, shape[1])
     try:
-        packed = quant.quantize(weight, kind)
+        packed = bitsandbytes.quantize(weight, kind)
     except DeviceError as exc:
         assert "bitsandbytes 0.49" in str(exc) and weight.numel() % 2, exc
         pytest.skip("bitsandbytes 0.49 quantizes no odd number of values on a CPU")
-    state = quant.quant_state(packed)
+    state = bitsandbytes.quant_state(packed)
     scales = state.absmax
     if state.nested:
-        scales = quant.dequantize_blockwise(scales, state.state2) + state.offset
+        scales = bitsandbytes.dequantize_blockwise(scales, state.state2) + state.offset
     bytes_ = packed.parts["weight"].flatten()
     codes = packed.codes["code"][torch.stack((bytes_ >> 4, bytes_ & 15), 1).flatten().long()][: weight.numel()]
     expected = (codes * scales.repeat_interleave(packed.blocks[0])[: weight.numel()]).view(shape)
@@ -112,13 +111,13 @@ def test_rows_that_begin_inside_a_block_have_that_block_s_scale(kind, shape):
 
 @pytest.mark.parametrize("kind, part", [("int8", "SCB"), ("nf4", "absmax"), ("fp4", "quant_map"), ("nf4-dq", "nested_absmax")])
 def test_scales_of_files_that_are_not_finite_are_refused(kind, part):
-    packed = quant.quantize(torch.randn(64, 128).bfloat16(), kind)
+    packed = bitsandbytes.quantize(torch.randn(64, 128).bfloat16(), kind)
     parts = {**packed.parts, **{name: packed.codes[code] for name, code in TABLES.items() if code in packed.codes}}
     state = {"blocksize": 64, "nested_blocksize": 256, "nested_offset": float(parts.pop("offset", 0.0))}
     entry = PackedEntry("x.weight", kind, (64, 128), "bfloat16", {}, state)
-    assert torch.equal(quant.dequantize(quant.read(entry, parts, torch.bfloat16)), quant.dequantize(packed))
+    assert torch.equal(bitsandbytes.dequantize(bitsandbytes.read(entry, parts, torch.bfloat16)), bitsandbytes.dequantize(packed))
     with pytest.raises(CheckpointError, match="x.weight: has scales that are not finite"):
-        quant.read(entry, parts | {part: parts[part].index_fill(0, torch.tensor([0]), torch.nan)}, torch.bfloat16)
+        bitsandbytes.read(entry, parts | {part: parts[part].index_fill(0, torch.tensor([0]), torch.nan)}, torch.bfloat16)
 
 
 def test_a_process_that_quantizes_says_nothing_and_asks_for_no_kernels(tmp_path):
@@ -200,7 +199,7 @@ def test_the_first_way_that_takes_the_rows_and_the_values_computes():
 def test_an_adapter_is_added_once_and_a_failed_pass_leaves_no_table():
     store = AdapterStore()
     leaf = layer(store)
-    leaf.adapters["a"] = lora.LinearAdapter("language", 1.0, torch.ones(1, 8), torch.ones(4, 1))
+    leaf.adapters["a"] = layers.LinearAdapter("language", 1.0, torch.ones(1, 8), torch.ones(4, 1))
     store.select(Selection("a"))
     change = X.sum(-1, keepdim=True).expand(1, 3, 4)
     with store.applying(None, MatmulTable(Matmul("dequantized", {leaf}, value(2)))):

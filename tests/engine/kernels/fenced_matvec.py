@@ -13,9 +13,8 @@ import torch
 
 from tests.cuda_on_cpu import modules
 from tests.engine.kernels.test_matvec import H200, SHAPES, adapters_of, exact, group_of
-from trimtab.engine.cuda import launch_config as cuts
-from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.cuda import launch_config
+from trimtab.engine.kernels import autotune, gemv4
 
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -59,27 +58,27 @@ def check(module, fences, rows, columns, n, quant, dtype):
     adapters = [
         [(fences.put(A), fences.put(B), scale) for A, B, scale in layer] for layer in adapters_of(rows, columns, [8, 4, 12])
     ]
-    tables = matvec.lora_args(adapters, torch.arange(n, dtype=torch.int32) % 3, 12)
+    tables = gemv4.lora_args(adapters, torch.arange(n, dtype=torch.int32) % 3, 12)
     names = ("A_ptr", "B_ptr", "rank", "scale", "row_slots", "low")
-    lora = matvec.LoraArgs(*[fences.put(getattr(tables, name)) for name in names])
-    found = {(cut.splits, cut.units % 2, cut.k_warps % 2): cut for cut in cuts.cuts(rows, columns, n, **H200)}
+    lora = gemv4.LoraArgs(*[fences.put(getattr(tables, name)) for name in names])
+    found = {(cut.splits, cut.units % 2, cut.k_warps % 2): cut for cut in launch_config.cuts(rows, columns, n, **H200)}
     for cut in found.values():
         if cut.splits > 1:
             count = cut.splits * n * cut.grid * cut.units * 16
-            module.scratch["parts"] = fences.put(torch.full((count,), matvec.EMPTY, dtype=torch.int32))
-        matvec.matvec4(x, group, out, bias=bias, lora=lora, module=module, cut=cut)
+            module.scratch["parts"] = fences.put(torch.full((count,), gemv4.EMPTY, dtype=torch.int32))
+        gemv4.matvec4(x, group, out, bias=bias, lora=lora, module=module, cut=cut)
         out.fill_(math.nan)
-        matvec.matvec4(x, group, out, module=module, cut=cut)
-        assert tuning.relative_error(out, exact(x, group)) < tuning.LARGEST_ERROR
+        gemv4.matvec4(x, group, out, module=module, cut=cut)
+        assert autotune.relative_error(out, exact(x, group)) < autotune.LARGEST_ERROR
     if len(rows) == 1 or len(set(rows)) > 1:
-        gate = matvec.Gate("silu", fences.put(torch.randn(n, rows[0], dtype=torch.float32).to(dtype)))
-        matvec.matvec4(x, group[:1], fences.put(torch.zeros(n, rows[0], dtype=dtype)), gate=gate, module=module)
+        gate = gemv4.Gate("silu", fences.put(torch.randn(n, rows[0], dtype=torch.float32).to(dtype)))
+        gemv4.matvec4(x, group[:1], fences.put(torch.zeros(n, rows[0], dtype=dtype)), gate=gate, module=module)
     else:
-        gate = matvec.Gate("gelu_tanh")
-        matvec.matvec4(x, group, fences.put(torch.zeros(n, rows[0], dtype=dtype)), lora=lora, gate=gate, module=module)
-    first = matvec.LoraArgs(*[fences.put(getattr(lora.member(0), name)) for name in names])
+        gate = gemv4.Gate("gelu_tanh")
+        gemv4.matvec4(x, group, fences.put(torch.zeros(n, rows[0], dtype=dtype)), lora=lora, gate=gate, module=module)
+    first = gemv4.LoraArgs(*[fences.put(getattr(lora.member(0), name)) for name in names])
     for given in (x, None):
-        matvec.lora_add(fences.put(torch.zeros(n, rows[0], dtype=dtype)), first, module, x=given)
+        gemv4.lora_add(fences.put(torch.zeros(n, rows[0], dtype=dtype)), first, module, x=given)
 
 
 def main():

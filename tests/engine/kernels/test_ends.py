@@ -14,15 +14,14 @@ from tests.cuda_on_cpu.modules import step_ends as cpu_module
 from tests.engine.kernels.test_fused import close, poisoned, random
 from tests.long_runs import slow_on_cpu
 from trimtab.engine.batch.request import check_logits
-from trimtab.engine.kernels import device_kernels as kernels
-from trimtab.engine.kernels import embed_and_logits as ends
+from trimtab.engine.kernels import device_kernels, embed_and_logits
 from trimtab.engine.layers import leaves
 from trimtab.engine.lora.store import AdapterStore
 from trimtab.errors import DeviceError
 
 TYPES = (torch.bfloat16, torch.float16)
 ORDERS = (0, 1, 7)  # of threads and blocks
-SIZES = ends.Sizes(1100, 40, 30.0, 5, 24)
+SIZES = embed_and_logits.Sizes(1100, 40, 30.0, 5, 24)
 
 
 def text_model(dtype, *, layers=3, per_layer=16, vocabulary=50):
@@ -66,10 +65,10 @@ def test_rows_are_what_the_scaled_embeddings_give(dtype, kernel):
     tables, ids = (model.embed_tokens, model.embed_tokens_per_layer), torch.tensor([0, 49, 7, 7])
     module = cpu_module(1) if kernel else None
     outs, x = [poisoned(4, table.weight.shape[1], dtype=dtype) for table in tables], poisoned(4, 32, dtype=dtype)
-    lookups = [ends.Lookup(t.weight, scale_of(t), out) for t, out in zip(tables, outs, strict=True)]
+    lookups = [embed_and_logits.Lookup(t.weight, scale_of(t), out) for t, out in zip(tables, outs, strict=True)]
     norm = model.layers[0].input_layernorm
     norm.weight.copy_(random(32, dtype=dtype, seed=9))
-    ends.rows(ids, lookups, module, norm=(norm.weight, norm.eps, x))
+    embed_and_logits.rows(ids, lookups, module, norm=(norm.weight, norm.eps, x))
     assert close(x, norm(outs[0])) if kernel else torch.equal(x, norm(outs[0]))
     assert torch.equal(outs[0], tables[0](ids[:, None])[:, 0])
     assert torch.equal(outs[1], model.get_per_layer_inputs(ids[:, None], None).view(4, -1))
@@ -86,7 +85,7 @@ def test_each_layers_own_input_is_what_the_module_projects(dtype):
     product, norm = model.per_layer_model_projection(hidden)[:, 0], model.per_layer_projection_norm
     for module in (None, *([cpu_module(order) for order in ORDERS] if run.why_not() is None else [])):
         out = poisoned(*wanted.shape, dtype=dtype)
-        ends.per_layer(
+        embed_and_logits.per_layer(
             product, own[:, 0], norm.weight, norm.eps, model.per_layer_model_projection_scale, model.per_layer_input_scale,
             out, module,
         )  # fmt: skip
@@ -99,7 +98,7 @@ def test_each_layers_own_input_is_what_the_module_projects(dtype):
 def test_scores_in_torch_are_what_the_head_and_the_batch_made_of_them(dtype, softcap):
     logits, following = random(3, 1001, dtype=dtype, spread=20.0), torch.full((5, 1), 9)
     logits[1, 17] = math.nan
-    found = ends.argmax_logits(logits, softcap, following[:3, 0])
+    found = embed_and_logits.argmax_logits(logits, softcap, following[:3, 0])
     wanted = modules_scores(logits, softcap)
     assert torch.equal(found[0].nan_to_num(99), wanted[0].nan_to_num(99)) and found[0].dtype == torch.float32
     assert torch.equal(found[1], wanted[1]) and int(found[1][1]) == -1
@@ -114,9 +113,12 @@ def test_scores_in_torch_are_what_the_head_and_the_batch_made_of_them(dtype, sof
 )
 def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtype):
     module = cpu_module(order)
-    for sizes in (SIZES, ends.Sizes(4099, 64), ends.Sizes(2056, 1032, 30.0, 3, 256)):
-        assert ends.why_not(sizes, dtype) is None and ends.check(module, sizes, dtype=dtype, rows=(1, 3, 8)) is None
-    assert set(module.launches) == set(ends.NAMES)
+    for sizes in (SIZES, embed_and_logits.Sizes(4099, 64), embed_and_logits.Sizes(2056, 1032, 30.0, 3, 256)):
+        assert (
+            embed_and_logits.why_not(sizes, dtype) is None
+            and embed_and_logits.check(module, sizes, dtype=dtype, rows=(1, 3, 8)) is None
+        )
+    assert set(module.launches) == set(embed_and_logits.NAMES)
 
 
 @pytest.mark.parametrize("kernel", [False, True])
@@ -128,7 +130,7 @@ def test_a_token_is_refused_exactly_where_eager_refuses_its_logits(dtype, kernel
     largest = torch.finfo(dtype).max
     logits[0, width // 2], logits[1, 0], logits[2, width - 1], logits[3] = math.nan, math.inf, -math.inf, -math.inf
     logits[4, width // 3], logits[5] = largest, -largest
-    scores, tokens = ends.argmax_logits(logits, softcap, None, cpu_module(1) if kernel else None)
+    scores, tokens = embed_and_logits.argmax_logits(logits, softcap, None, cpu_module(1) if kernel else None)
     capped = modules_scores(logits, softcap)[0]
     for row in range(6):
         try:
@@ -151,11 +153,11 @@ def test_scores_of_the_kernel_are_torchs_whatever_the_width_and_the_rows(n, widt
         room, following = poisoned(n + 1, width, dtype=torch.float32), torch.full((n, 3), -5)
         out = room[:n], torch.full((n,), -7)
         for _ in range(2):  # the second finds the counters as the first left them
-            scores, tokens = ends.argmax_logits(logits, softcap, following[:, 1], module, out=out)
+            scores, tokens = embed_and_logits.argmax_logits(logits, softcap, following[:, 1], module, out=out)
         wanted = modules_scores(logits, softcap)
         # A tanh that is one float32 step away may round to the other side.
         assert torch.equal(scores, wanted[0]) if softcap is None else close(scores.to(dtype), wanted[0].to(dtype))
-        assert torch.equal(tokens, ends.with_argmax(scores)[1])
+        assert torch.equal(tokens, embed_and_logits.with_argmax(scores)[1])
         assert torch.equal(following[:, 1], tokens) and (following[:, ::2] == -5).all() and room[n].isnan().all()
         aligned = width % 8 == 0 and stride % 8 == 0
         assert module.launches == [f"likeliest_{8 if aligned else 1}"] * 2
@@ -176,7 +178,7 @@ def test_ties_zeros_infinities_and_what_is_not_a_number(width):
     for order in ORDERS:
         for softcap in (None, 30.0):
             following = torch.full((8,), -5)
-            scores, tokens = ends.argmax_logits(rows, softcap, following, cpu_module(order))
+            scores, tokens = embed_and_logits.argmax_logits(rows, softcap, following, cpu_module(order))
             expected = modules_scores(rows, softcap)
             # A softcap makes infinite logits finite.
             wanted = [5, width - 1, -1, 400, -1, -1, -1] if softcap is None else [5, width - 1, 0, 400, 20, -1, -1]
@@ -191,7 +193,7 @@ def test_every_softcap_of_every_number_is_rounded_as_torch_rounds():
         bits = torch.arange(0, 2**16, dtype=torch.int32).to(torch.int16).view(dtype)
         logits = bits[bits.isfinite()][None, ::3]
         for softcap in (30.0, 50.0, 7.3):
-            scores, _ = ends.argmax_logits(logits, softcap, None, cpu_module())
+            scores, _ = embed_and_logits.argmax_logits(logits, softcap, None, cpu_module())
             wanted = modules_scores(logits, softcap)[0]
             assert int((scores != wanted).sum()) <= 8 and close(scores.to(dtype), wanted.to(dtype))
 
@@ -205,12 +207,15 @@ def test_rows_of_one_or_two_tables_and_places_of_a_ring(n, dtype):
         ids, positions = torch.arange(n) * 4, torch.arange(n) * 700 + 511
         for lookups in (2, 1):
             room = [poisoned(n + 1, table.shape[1], dtype=dtype) for table in (wide, high)]
-            given = [ends.Lookup(wide, 5.5, room[0][:n]), ends.Lookup(high, 16.0, room[1][:n], in_order=True)][:lookups]
+            given = [
+                embed_and_logits.Lookup(wide, 5.5, room[0][:n]),
+                embed_and_logits.Lookup(high, 16.0, room[1][:n], in_order=True),
+            ][:lookups]
             places, weight = torch.full((n + 1,), -3), None if lookups == 1 else random(1032, dtype=dtype, seed=4)
             normed, wanted = poisoned(n + 1, 1032, dtype=dtype), poisoned(n, 1032, dtype=dtype)
             norm = weight, 1e-6, normed[:n]
-            ends.rows(ids, given, module, norm=norm, ring=(positions, 512, places[:n]))
-            ends.fused.add_norm(None, wide[ids] * 5.5, None, weight, 1e-6, None, None, wanted)
+            embed_and_logits.rows(ids, given, module, norm=norm, ring=(positions, 512, places[:n]))
+            embed_and_logits.attention_and_norms.add_norm(None, wide[ids] * 5.5, None, weight, 1e-6, None, None, wanted)
             assert close(normed[:n], wanted) and normed[n].isnan().all()
             assert torch.equal(room[0][:n], wide[ids] * 5.5) and room[0][n].isnan().all()
             assert torch.equal(room[1][:n], high[:n] * 16.0) if lookups == 2 else room[1].isnan().all()
@@ -220,11 +225,11 @@ def test_rows_of_one_or_two_tables_and_places_of_a_ring(n, dtype):
 
 def test_an_id_without_a_row_gives_no_numbers_and_no_token():
     module, out = cpu_module(), random(3, 16)
-    ends.rows(torch.tensor([-1, 4, 5]), [ends.Lookup(random(5, 16), 2.0, out)], module)
+    embed_and_logits.rows(torch.tensor([-1, 4, 5]), [embed_and_logits.Lookup(random(5, 16), 2.0, out)], module)
     assert out.isnan().any(1).tolist() == [True, False, True] and out[0].isnan().all()
-    assert ends.argmax_logits(out, None, None, module)[1].tolist()[::2] == [-1, -1]
+    assert embed_and_logits.argmax_logits(out, None, None, module)[1].tolist()[::2] == [-1, -1]
     with pytest.raises(IndexError):
-        ends.rows(torch.tensor([5]), [ends.Lookup(random(5, 16), 2.0, out[:1])])
+        embed_and_logits.rows(torch.tensor([5]), [embed_and_logits.Lookup(random(5, 16), 2.0, out[:1])])
 
 
 def test_each_layers_own_input_from_rows_apart_in_memory():
@@ -234,28 +239,28 @@ def test_each_layers_own_input_from_rows_apart_in_memory():
         own = random(n, layers * width + 16, seed=1)[:, 16:].view(n, layers, width)
         for weight in (random(width, seed=2), None):
             room, wanted = poisoned(n + 1, layers, width), poisoned(n, layers, width)
-            ends.per_layer(product, own, weight, 1e-6, 0.02, 2**-0.5, room[:n], module)
-            ends.per_layer(product, own, weight, 1e-6, 0.02, 2**-0.5, wanted)
+            embed_and_logits.per_layer(product, own, weight, 1e-6, 0.02, 2**-0.5, room[:n], module)
+            embed_and_logits.per_layer(product, own, weight, 1e-6, 0.02, 2**-0.5, wanted)
             assert close(room[:n], wanted) and room[n].isnan().all()
             exact = product.double().view(n, layers, width) * 0.02
             exact = exact * (exact.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
             exact = (exact * (1 if weight is None else weight.double()) + own.double()) * 2**-0.5
-            assert ends.fused_check.relative_error(room[:n], exact) < 6e-3
+            assert embed_and_logits.selfcheck.relative_error(room[:n], exact) < 6e-3
         assert module.launches == ["per_layer"] * 2
 
 
 def test_what_a_kernel_cannot_read_is_done_in_torch():
     module = cpu_module()
     out = poisoned(2, 15)
-    ends.rows(torch.tensor([1, 0]), [ends.Lookup(random(5, 15), 2.0, out)], module)
+    embed_and_logits.rows(torch.tensor([1, 0]), [embed_and_logits.Lookup(random(5, 15), 2.0, out)], module)
     assert torch.equal(out, random(5, 15)[[1, 0]] * 2)
     mixed = poisoned(2, 2, 264)
-    ends.per_layer(random(2, 528), random(2, 2, 264), None, 1e-6, 0.1, 1.0, mixed, module)
+    embed_and_logits.per_layer(random(2, 528), random(2, 2, 264), None, 1e-6, 0.1, 1.0, mixed, module)
     assert not mixed.isnan().any()
-    assert ends.argmax_logits(random(2, 9).double().float(), 30.0, None, module)[0].dtype == torch.float32
-    assert ends.argmax_logits(random(65, 9), None, None, module)[1].shape == (65,) and module.launches == []
-    assert "multiples of 8" in ends.why_not(ends.Sizes(100, 36), torch.bfloat16)
-    assert "float32" in ends.why_not(SIZES, torch.float32)
+    assert embed_and_logits.argmax_logits(random(2, 9).double().float(), 30.0, None, module)[0].dtype == torch.float32
+    assert embed_and_logits.argmax_logits(random(65, 9), None, None, module)[1].shape == (65,) and module.launches == []
+    assert "multiples of 8" in embed_and_logits.why_not(embed_and_logits.Sizes(100, 36), torch.bfloat16)
+    assert "float32" in embed_and_logits.why_not(SIZES, torch.float32)
 
 
 def test_a_table_says_what_lies_on_the_device():
@@ -306,10 +311,10 @@ WRONG = [
     ids=range(len(WRONG)),
 )
 def test_the_check_at_load_names_a_kernel_that_is_wrong(right, wrong, named):
-    assert ends.source().count(right) == 1
+    assert embed_and_logits.source().count(right) == 1
     # A softcap makes infinite scores finite.
-    module = cpu_module(source=ends.source().replace(right, wrong))
-    found = (ends.check(module, sizes, rows=(3,)) for sizes in (SIZES, replace(SIZES, softcap=None)))
+    module = cpu_module(source=embed_and_logits.source().replace(right, wrong))
+    found = (embed_and_logits.check(module, sizes, rows=(3,)) for sizes in (SIZES, replace(SIZES, softcap=None)))
     said = next((one for one in found if one is not None), None)
     assert said is not None and said.startswith(named)
 
@@ -322,7 +327,7 @@ def test_measuring_runs_every_kernel_and_its_torch_path():
         runs.append(len(module.launches))
         return float(len(runs))
 
-    found = ends.measure(module, time_us, SIZES, n=2)
+    found = embed_and_logits.measure(module, time_us, SIZES, n=2)
     assert found == {"rows": (1, 2), "per_layer": (3, 4), "argmax of 1100": (5, 6)} and runs == [1, 1, 2, 2, 3, 3]
 
 
@@ -332,31 +337,33 @@ def test_ends_that_are_wrong_or_slow_are_left_out_by_name(monkeypatch):
         device=torch.device("cpu"), dtype=torch.bfloat16, packed=lambda: packed, quant_kind="nf4", in_features=64
     )
     times = iter([1.0, 9.0] * 3 + [9.0, 1.0] * 3)
-    monkeypatch.setattr(kernels.tuning, "graph_us", lambda call, device, calls: next(times))
-    own = kernels.KernelFamily.choose
+    monkeypatch.setattr(device_kernels.autotune, "graph_us", lambda call, device, calls: next(times))
+    own = device_kernels.KernelFamily.choose
     monkeypatch.setattr(
-        kernels.KernelFamily, "choose", lambda self, *given: own(self, *given) if self.name == kernels.ENDS else self.name
+        device_kernels.KernelFamily,
+        "choose",
+        lambda self, *given: own(self, *given) if self.name == device_kernels.ENDS else self.name,
     )
-    source = ends.source()
+    source = embed_and_logits.source()
     for changed, why in (
         (source, None),
         (source, "slower here"),
         (source.replace("rounded(v[i] * scale,", "rounded(-v[i] * scale,"), "rows of"),
     ):
-        monkeypatch.setattr(kernels.ends, "load", lambda device, changed=changed: cpu_module(source=changed))
-        chosen = kernels._choose([[[leaf]]], [], SIZES)
-        assert chosen.small == kernels.SMALL and (chosen.ends is None) == (why is not None)
-        assert (why is None and not chosen.left_out) or why in chosen.left_out[kernels.ENDS]
-    assert kernels._choose([[[leaf]]], [], None).ends is None
+        monkeypatch.setattr(device_kernels.embed_and_logits, "load", lambda device, changed=changed: cpu_module(source=changed))
+        chosen = device_kernels._choose([[[leaf]]], [], SIZES)
+        assert chosen.small == device_kernels.SMALL and (chosen.ends is None) == (why is not None)
+        assert (why is None and not chosen.left_out) or why in chosen.left_out[device_kernels.ENDS]
+    assert device_kernels._choose([[[leaf]]], [], None).ends is None
 
 
 def test_launches_of_the_ends_overlap_with_the_others():
     module = SimpleNamespace(overlap=False)
-    with kernels.DeviceKernels(ends=module).overlapping(True):
+    with device_kernels.DeviceKernels(ends=module).overlapping(True):
         assert module.overlap
     assert not module.overlap
 
 
 def test_kernels_are_refused_where_there_is_no_gpu():
     with pytest.raises(DeviceError, match="not a CUDA device"):
-        ends.load("cpu")
+        embed_and_logits.load("cpu")

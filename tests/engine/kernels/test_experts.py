@@ -112,7 +112,7 @@ def exact(x, index, weights, mixture, tables, *, is_rounded=False):
 @pytest.mark.parametrize("slots", [None, (0, -1, 2, 1)])
 def test_torch_agrees_with_stocks_module_in_float64(kind, dtype, n, chosen, slots):
     torch.manual_seed(n)
-    mixture = mixture_of(6, 128, 64, dtype, kind, ours.fused.ACTIVATIONS[n % 3])
+    mixture = mixture_of(6, 128, 64, dtype, kind, ours.attention_and_norms.ACTIVATIONS[n % 3])
     x, index, weights, tables = case(mixture, n, chosen, dtype, slots=slots)
     out = ours.experts(x, index, weights, mixture, torch.full_like(x, math.nan), lora=tables)
     assert relative_error(out, exact(x, index, weights, mixture, tables, is_rounded=True)) < LARGEST[dtype]
@@ -205,7 +205,7 @@ FROM_TORCH = {("none", BF16): 2e-3, ("none", HALF): 2.5e-4, ("nf4", BF16): 8e-3,
 ])  # fmt: skip
 def test_kernels_agree_with_torch_and_with_float64(module, kind, dtype, sizes, n, chosen, slots, weights):
     torch.manual_seed(3)
-    mixture = mixture_of(*sizes, dtype, kind, ours.fused.ACTIVATIONS[n % 3])
+    mixture = mixture_of(*sizes, dtype, kind, ours.attention_and_norms.ACTIVATIONS[n % 3])
     x, index, given, tables = case(mixture, n, chosen, dtype, slots=slots, weights=weights)
     before = len(module.launches)
     out = ours.experts(x, index, given, mixture, torch.full_like(x, math.nan), lora=tables, module=module)
@@ -262,7 +262,7 @@ def test_adapters_in_the_models_type_are_rounded_as_torch_rounds_them(module, dt
 def test_many_tokens_agree_with_torch_and_with_float64(module, kind, dtype, sizes, n, chosen, weights, slots, rows):
     """More tokens than a step has: pairs sorted by experts, some with none, some with more than a tile holds."""
     torch.manual_seed(4)
-    mixture = mixture_of(*sizes, dtype, kind, ours.fused.ACTIVATIONS[n % 3])
+    mixture = mixture_of(*sizes, dtype, kind, ours.attention_and_norms.ACTIVATIONS[n % 3])
     x, index, given, tables = case(mixture, n, chosen, dtype, weights=weights, slots=slots, rows=rows)
     index[: n // 2] = torch.arange(chosen) % sizes[0]
     before = len(module.launches)

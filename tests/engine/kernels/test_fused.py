@@ -12,8 +12,7 @@ from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import small as cpu_module
 from tests.long_runs import slow_on_cpu
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import selfcheck as fused_check
+from trimtab.engine.kernels import attention_and_norms, selfcheck
 from trimtab.errors import DeviceError
 from trimtab.planning.values import execution
 
@@ -49,21 +48,21 @@ def test_add_norm_is_what_a_decoder_layer_does_between_two_products(dtype):
     wanted_h = wanted_h * scalar
     wanted_x = norm_of(following, width, dtype)(wanted_h)
     h, x = poisoned(n, width, dtype=dtype), poisoned(n, width, dtype=dtype)
-    fused.add_norm(y, residual, post, following, EPS, scalar, h, x)
+    attention_and_norms.add_norm(y, residual, post, following, EPS, scalar, h, x)
     assert torch.equal(h, wanted_h) and torch.equal(x, wanted_x)
-    fused.add_norm(None, residual, None, following, EPS, None, None, x)
+    attention_and_norms.add_norm(None, residual, None, following, EPS, None, None, x)
     assert torch.equal(x, norm_of(following, width, dtype)(residual))
-    fused.add_norm(y, residual, post, None, EPS, None, h, None)
+    attention_and_norms.add_norm(y, residual, post, None, EPS, None, h, None)
     assert torch.equal(h, residual + norm_of(post, width, dtype)(y))
-    fused.add_norm(y, residual, post, following, EPS, scalar, residual, x)  # in place
+    attention_and_norms.add_norm(y, residual, post, following, EPS, scalar, residual, x)  # in place
     assert torch.equal(residual, wanted_h) and torch.equal(x, wanted_x)
 
 
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float32])
-@pytest.mark.parametrize("mode", fused.MODES)
+@pytest.mark.parametrize("mode", attention_and_norms.MODES)
 def test_rope_write_is_what_attention_does_before_it_looks(dtype, mode):
     n, heads, kv_heads, dim, places = 3, 4, 2, 32, 7
-    parts = fused.MODES[mode]
+    parts = attention_and_norms.MODES[mode]
     qkv = random(n, (heads + parts * kv_heads) * dim, dtype=dtype)
     q_weight, k_weight = random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2)
     angles = torch.randn(n, dim // 2, generator=torch.Generator().manual_seed(3)).repeat(1, 2)
@@ -76,8 +75,8 @@ def test_rope_write_is_what_attention_does_before_it_looks(dtype, mode):
     keys, values = (random(n, kv_heads, places, dim, dtype=dtype, seed=s) for s in (4, 5))
     before = keys.clone(), values.clone()
     at, q_out = torch.tensor([6, 0, 3]), poisoned(n, heads, dim, dtype=dtype)
-    norms = fused.HeadNorms(q_weight, k_weight, EPS)
-    fused.rope_write(qkv, heads, kv_heads, dim, norms, cos, sin, keys, values, at, q_out, mode=mode)
+    norms = attention_and_norms.HeadNorms(q_weight, k_weight, EPS)
+    attention_and_norms.rope_write(qkv, heads, kv_heads, dim, norms, cos, sin, keys, values, at, q_out, mode=mode)
     assert torch.equal(q_out, turned(shaped[:, :, :heads], q_weight)[:, 0])
     if mode != "shared":
         own = shaped[:, :, heads : heads + kv_heads]
@@ -88,12 +87,12 @@ def test_rope_write_is_what_attention_does_before_it_looks(dtype, mode):
 
 
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float32])
-@pytest.mark.parametrize("mode", fused.MODES)
+@pytest.mark.parametrize("mode", attention_and_norms.MODES)
 @pytest.mark.parametrize("kernel", [False, True])
 def test_turn_is_what_attention_does_before_it_looks_for_every_token(dtype, mode, kernel):
     """Products of one matrix, or apart; keys and values by head."""
     n, heads, kv_heads, dim = 5, 4, 2, 32
-    parts = fused.MODES[mode]
+    parts = attention_and_norms.MODES[mode]
     joined = random(n, (heads + parts * kv_heads) * dim, dtype=dtype)
     weights = random(dim, dtype=dtype, seed=1), random(dim, dtype=dtype, seed=2)
     angles = torch.randn(n, dim // 2, generator=torch.Generator().manual_seed(3)).repeat(1, 2)
@@ -111,8 +110,8 @@ def test_turn_is_what_attention_does_before_it_looks_for_every_token(dtype, mode
         q_out = poisoned(n, heads, dim, dtype=dtype)
         k_out, v_out = (poisoned(kv_heads, n, dim, dtype=dtype) if parts else None for _ in range(2))
         queries, keys, values = [*given, None, None][:3]
-        norms = fused.HeadNorms(weights[0], weights[1] if parts else None, EPS)
-        fused.turn(queries, keys, values, dim, norms, cos, sin, q_out, k_out, v_out, module=module)
+        norms = attention_and_norms.HeadNorms(weights[0], weights[1] if parts else None, EPS)
+        attention_and_norms.turn(queries, keys, values, dim, norms, cos, sin, q_out, k_out, v_out, module=module)
         same = close if kernel else torch.equal
         assert same(q_out, turned(shaped[:, :heads], weights[0]))
         if parts:
@@ -134,7 +133,7 @@ def test_gated_is_what_the_mlp_does_before_its_last_product(dtype, kind, name):
     with torch.no_grad():
         gate, up = mlp.gate_proj(x), mlp.up_proj(x)
         both, out = torch.cat((gate, up), 1), poisoned(*gate.shape, dtype=dtype)
-        fused.gated(both[:, : gate.shape[1]], both[:, gate.shape[1] :], out, kind)
+        attention_and_norms.gated(both[:, : gate.shape[1]], both[:, gate.shape[1] :], out, kind)
         assert torch.equal(mlp.down_proj(out), mlp(x))
 
 
@@ -148,17 +147,17 @@ def test_attend_in_torch_is_what_transformers_attention_gives(softcap):
     mask = torch.where(torch.arange(places) <= positions[:, None], 0.0, -math.inf).bfloat16()[:, None, None]
     wanted, _ = gemma4.eager_attention_forward(module, q[:, :, None], keys, values, mask, scaling=0.2, softcap=softcap)
     out = poisoned(n, heads * dim)
-    fused.attend(q, keys, values, positions, 0.2, softcap, out, None)
-    exact = fused_check.attend_exact(q, keys, values, positions, 0.2, softcap)
+    attention_and_norms.attend(q, keys, values, positions, 0.2, softcap, out, None)
+    exact = selfcheck.attend_exact(q, keys, values, positions, 0.2, softcap)
     # bf16 scores, weights and outputs, each 2^-9 off: transformers' eager path is that far from float64 itself.
-    assert fused_check.relative_error(wanted.reshape(n, -1), exact) < 1e-2 and fused_check.relative_error(out, exact) < 1e-2
+    assert selfcheck.relative_error(wanted.reshape(n, -1), exact) < 1e-2 and selfcheck.relative_error(out, exact) < 1e-2
 
 
 def test_a_full_ring_counts_as_a_whole():
     q, keys, values = random(1, 2, 16), random(1, 1, 8, 16, seed=1), random(1, 1, 8, 16, seed=2)
     out, wanted = poisoned(1, 32), poisoned(1, 32)
-    fused.attend(q, keys, values, torch.tensor([7]), 1.0, None, wanted, None)
-    fused.attend(q, keys, values, torch.tensor([12345]), 1.0, None, out, None)
+    attention_and_norms.attend(q, keys, values, torch.tensor([7]), 1.0, None, wanted, None)
+    attention_and_norms.attend(q, keys, values, torch.tensor([12345]), 1.0, None, out, None)
     assert torch.equal(out, wanted)
 
 
@@ -170,16 +169,19 @@ def test_a_full_ring_counts_as_a_whole():
 )
 def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtype):
     module = cpu_module(order)
-    assert fused_check.check(module, widths=(40, 264), attention=((4, 2, 32),), dtype=dtype, rows=(2,)) is None
+    assert selfcheck.check(module, widths=(40, 264), attention=((4, 2, 32),), dtype=dtype, rows=(2,)) is None
     assert {"add_norm", "gated_8", "rope_write_1", "attend"} <= set(launches(module))
 
 
 @pytest.mark.parametrize("shape, norm", [
-    (fused.AttentionShape(4, 2, 32, "after", False, 16), ("after", False)),
-    (fused.AttentionShape(4, 2, 32, None, False, 16, turn="pairs", growth=fused.Growth(0.1, 16)), ("after", True)),
-    (fused.AttentionShape(6, 2, 32, None, False, None, turn="wide", has_sinks=True), ("inside", True)),
+    (attention_and_norms.AttentionShape(4, 2, 32, "after", False, 16), ("after", False)),
+    (
+        attention_and_norms.AttentionShape(4, 2, 32, None, False, 16, turn="pairs", growth=attention_and_norms.Growth(0.1, 16)),
+        ("after", True),
+    ),
+    (attention_and_norms.AttentionShape(6, 2, 32, None, False, None, turn="wide", has_sinks=True), ("inside", True)),
     *(
-        pytest.param(fused.AttentionShape(*shape), norm, marks=pytest.mark.slow)
+        pytest.param(attention_and_norms.AttentionShape(*shape), norm, marks=pytest.mark.slow)
         for shape, norm in (
             ((4, 2, 32, None, False), ("after", False)), ((4, 1, 256, "plus_one", False), ("plus_one", True)),
             ((2, 2, 32, "after", False, 0), ("after", False)), ((4, 2, 256, "plus_one", False, 64), ("plus_one", False)),
@@ -188,7 +190,7 @@ def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtyp
 ])  # fmt: skip
 def test_the_check_at_load_passes_for_every_form_of_norms_and_heads(shape, norm):
     """Norms that round in front of their weight, none at all, heads of which a part turns, and other scores."""
-    assert fused_check.check(cpu_module(1), widths=(64,), attention=(shape,), norm=norm, dtype=torch.float16, rows=(2,)) is None
+    assert selfcheck.check(cpu_module(1), widths=(64,), attention=(shape,), norm=norm, dtype=torch.float16, rows=(2,)) is None
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -201,9 +203,9 @@ def test_norms_of_other_forms_are_the_modules_own(form, name, dtype):
     module.weight.copy_(random(96, dtype=dtype, seed=2))
     y, residual = random(3, 96, dtype=dtype, seed=1), random(3, 96, dtype=dtype)
     h, x = poisoned(3, 96, dtype=dtype), poisoned(3, 96, dtype=dtype)
-    fused.add_norm(y, residual, None, module.weight, EPS, None, h, x, form=form)
+    attention_and_norms.add_norm(y, residual, None, module.weight, EPS, None, h, x, form=form)
     assert torch.equal(h, residual + y) and torch.equal(x, module(residual + y))
-    fused.add_norm(y, residual, module.weight, None, EPS, None, h, None, form=form)
+    attention_and_norms.add_norm(y, residual, module.weight, None, EPS, None, h, None, form=form)
     assert torch.equal(h, residual + module(y))
 
 
@@ -218,8 +220,8 @@ def test_the_kernel_of_norms_equals_torch_but_for_the_order_of_its_sums(n, width
         room = [poisoned(n, width + 16, dtype=dtype) for _ in range(2)]
         h, x = (one[:, 8 : 8 + width] for one in room)
         wanted = poisoned(n, width, dtype=dtype), poisoned(n, width, dtype=dtype)
-        fused.add_norm(first, residual, second, following, EPS, factor, h if both else None, x, module)
-        fused.add_norm(first, residual, second, following, EPS, factor, wanted[0] if both else None, wanted[1])
+        attention_and_norms.add_norm(first, residual, second, following, EPS, factor, h if both else None, x, module)
+        attention_and_norms.add_norm(first, residual, second, following, EPS, factor, wanted[0] if both else None, wanted[1])
         for found, one in ((h, wanted[0]), (x, wanted[1]))[0 if both else 1 :]:
             assert close(found, one)
         assert all(one[:, :8].isnan().all() and one[:, 8 + width :].isnan().all() for one in room)
@@ -237,23 +239,23 @@ def test_norms_may_be_written_over_what_was_read():
     module = cpu_module()
     y, residual, weight = random(2, 64, seed=1), random(2, 64), random(64, seed=2)
     wanted_h, wanted_x = poisoned(2, 64), poisoned(2, 64)
-    fused.add_norm(y, residual, weight, weight, EPS, None, wanted_h, wanted_x)
-    fused.add_norm(y, residual, weight, weight, EPS, None, residual, y, module)
+    attention_and_norms.add_norm(y, residual, weight, weight, EPS, None, wanted_h, wanted_x)
+    attention_and_norms.add_norm(y, residual, weight, weight, EPS, None, residual, y, module)
     assert close(residual, wanted_h) and close(y, wanted_x) and module.launches == ["add_norm"]
 
 
-@pytest.mark.parametrize("mode", fused.MODES)
+@pytest.mark.parametrize("mode", attention_and_norms.MODES)
 @pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 256), (8, 1, 512), (3, 3, 48), (2, 1, 16), (4, 1, 128)])
 def test_the_kernel_of_rotation_equals_torch_and_touches_only_its_places(heads, kv_heads, dim, mode):
     module = cpu_module(1)
     n, places = 3, 5
-    parts = fused.MODES[mode]
+    parts = attention_and_norms.MODES[mode]
     qkv = random(n, (heads + parts * kv_heads) * dim + 8)[:, :-8]  # rows apart in memory
     q_weight, k_weight, cos, sin = (random(*shape, seed=s) for s, shape in enumerate([(dim,), (dim,), (n, dim), (n, dim)]))
     found, wanted = ([random(n + 1, kv_heads, places, dim, seed=s) for s in (4, 5)] for _ in range(2))
-    outs, norms = [poisoned(n, heads, dim) for _ in range(2)], fused.HeadNorms(q_weight, k_weight, EPS)
+    outs, norms = [poisoned(n, heads, dim) for _ in range(2)], attention_and_norms.HeadNorms(q_weight, k_weight, EPS)
     for (keys, values), q_out, one in ((found, outs[0], module), (wanted, outs[1], None)):
-        fused.rope_write(
+        attention_and_norms.rope_write(
             qkv, heads, kv_heads, dim, norms, cos, sin, keys, values, torch.tensor([4, 0, 2]), q_out,
             module=one, mode=mode,
         )  # fmt: skip
@@ -265,19 +267,29 @@ def test_a_place_that_the_cache_has_not_is_not_written():
     module = cpu_module()
     keys, values = random(2, 1, 3, 16), random(2, 1, 3, 16, seed=1)
     before = keys.clone(), values.clone()
-    args = [random(2, 48), 1, 1, 16, fused.HeadNorms(random(16), random(16), EPS), random(2, 16), random(2, 16), keys, values]
-    fused.rope_write(*args, torch.tensor([3, -1]), poisoned(2, 1, 16), module=module)
+    args = [
+        random(2, 48),
+        1,
+        1,
+        16,
+        attention_and_norms.HeadNorms(random(16), random(16), EPS),
+        random(2, 16),
+        random(2, 16),
+        keys,
+        values,
+    ]
+    attention_and_norms.rope_write(*args, torch.tensor([3, -1]), poisoned(2, 1, 16), module=module)
     assert torch.equal(keys, before[0]) and torch.equal(values, before[1]) and module.launches == ["rope_write_1"]
 
 
-@pytest.mark.parametrize("kind", fused.ACTIVATIONS)
+@pytest.mark.parametrize("kind", attention_and_norms.ACTIVATIONS)
 def test_the_kernel_of_gates_equals_torch_at_any_width_and_stride(kind):
     module = cpu_module(1)
     for n, width, stride in ((1, 10240, 20480), (3, 264, 600), (2, 7, 20), (2, 24, 51)):
         room, up = random(n, stride, spread=3), random(n, 3, width, seed=1)[:, 1]
         out, wanted = poisoned(n, width), poisoned(n, width)
-        fused.gated(room[:, :width], up, out, kind, module)
-        fused.gated(room[:, :width], up, wanted, kind)
+        attention_and_norms.gated(room[:, :width], up, out, kind, module)
+        attention_and_norms.gated(room[:, :width], up, wanted, kind)
         # Below -3, 1 + erf(x) is a difference of nearly equal numbers: float32 itself is 1e-6 off, `up` is up to 4, and
         # which way it is off differs between two implementations. Nowhere else is anything like that allowed.
         cancels = room[:, :width] < -3
@@ -292,7 +304,7 @@ def test_the_kernel_of_shared_experts_is_torch_s_sum_at_any_width_and_stride():
         y, made, gate = random(n, stride)[:, :width], random(n, width, seed=1), random(n, 4, seed=2, spread=3)[:, :1]
         for given in (gate, None):
             wanted = y + (made if given is None else torch.sigmoid(gate) * made)
-            assert torch.equal(fused.add_gated(y.clone(), made, given, module), wanted)
+            assert torch.equal(attention_and_norms.add_gated(y.clone(), made, given, module), wanted)
     assert module.launches == [*["add_gated_8"] * 4, *["add_gated_1"] * 2]
 
 
@@ -310,13 +322,13 @@ FIRST_SHAPES = {(8, 1, 512): "here", (16, 1, 256): "apart", (10, 1, 128): "here"
     for shape in SHAPES for combine in ("here", "apart")
 ])  # fmt: skip
 def test_attention_is_exact_to_one_rounding_at_every_length(heads, kv_heads, dim, combine, monkeypatch):
-    monkeypatch.setattr(fused, "_COMBINE_BYTES", 0 if combine == "apart" else 2**30)
+    monkeypatch.setattr(attention_and_norms, "_COMBINE_BYTES", 0 if combine == "apart" else 2**30)
     dtype = torch.float16 if heads == 10 or dim == 64 else torch.bfloat16
     module = cpu_module(1)
     n, places = 2, 150
     keys, values = (random(n, kv_heads, places, dim, dtype=dtype, seed=s) for s in (1, 2))
     q, worst = random(n, heads, dim, dtype=dtype), 0.0
-    scratch = torch.full((fused.scratch_values(n, heads, kv_heads, dim, places, module.multiprocessors),), math.nan)
+    scratch = torch.full((attention_and_norms.scratch_values(n, heads, kv_heads, dim, places, module.multiprocessors),), math.nan)
     # One place, a tile less one, a tile, one more, several splits with an odd end, all, and a ring that is full.
     for length in (1, 31, 32, 33, 100, 150, 400):
         positions = torch.tensor([length - 1, max(0, length - 50)])
@@ -325,9 +337,9 @@ def test_attention_is_exact_to_one_rounding_at_every_length(heads, kv_heads, dim
             k[i, :, int(positions[i]) + 1 :] = v[i, :, int(positions[i]) + 1 :] = math.nan
         for scaling, softcap in ((dim**-0.5, None), (1.0, 4.0)):
             out = poisoned(n, heads * dim, dtype=dtype)
-            fused.attend(q, k, v, positions, scaling, softcap, out, scratch, module)
-            exact = fused_check.attend_exact(q, k, v, positions, scaling, softcap)
-            worst = max(worst, fused_check.relative_error(out, exact))
+            attention_and_norms.attend(q, k, v, positions, scaling, softcap, out, scratch, module)
+            exact = selfcheck.attend_exact(q, k, v, positions, scaling, softcap)
+            worst = max(worst, selfcheck.relative_error(out, exact))
             # Nothing but the rounding of the output is left, whose norm is about 2^-9 / sqrt(3) of it at most.
             assert worst < (2.2e-3 if dtype == torch.bfloat16 else 3e-4), (length, softcap)
     assert not module.scratch["arrived"].any() and ("attend_combine" in launches(module)) == (combine == "apart")
@@ -339,8 +351,8 @@ def test_long_rows_in_few_blocks_and_large_scores_are_exact_too(heads, places, s
     keys, values = random(1, 1, places, 64, seed=1, spread=spread), random(1, 1, places, 64, seed=2)
     for position in (places - 1, places - 2, places // 5, 31):
         out, positions = poisoned(1, heads * 64), torch.tensor([position])
-        fused.attend(q, keys, values, positions, 1.0, None, out, None, module)
-        assert fused_check.relative_error(out, fused_check.attend_exact(q, keys, values, positions, 1.0, None)) < 2.2e-3
+        attention_and_norms.attend(q, keys, values, positions, 1.0, None, out, None, module)
+        assert selfcheck.relative_error(out, selfcheck.attend_exact(q, keys, values, positions, 1.0, None)) < 2.2e-3
 
 
 def test_the_same_input_gives_the_same_bits_whoever_arrives_last():
@@ -348,27 +360,29 @@ def test_the_same_input_gives_the_same_bits_whoever_arrives_last():
     for order in (0, 1, 9):
         module, out = cpu_module(order), poisoned(1, 256)
         q, keys, values = random(1, 4, 64), random(1, 1, 300, 64, seed=1), random(1, 1, 300, 64, seed=2)
-        fused.attend(q, keys, values, torch.tensor([299]), 1.0, None, out, None, module)
+        attention_and_norms.attend(q, keys, values, torch.tensor([299]), 1.0, None, out, None, module)
         outs.append(out)
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
 def test_shapes_without_a_kernel_are_named_and_computed_in_torch():
     module = cpu_module()
-    assert "float32" in fused.why_not(4, 2, 64, torch.float32) and "head of 24" in fused.why_not(4, 2, 24, torch.bfloat16)
-    assert "head of 1024" in fused.why_not(4, 2, 1024, torch.bfloat16)
-    assert "32 heads over 1" in fused.why_not(32, 1, 64, torch.bfloat16)
-    assert "5 heads over 2" in fused.why_not(5, 2, 64, torch.bfloat16)
-    assert "width of 12" in fused.why_not(4, 2, 64, torch.bfloat16, width=12)
-    assert fused.why_not(16, 1, 512, torch.float16) is None
+    assert "float32" in attention_and_norms.why_not(4, 2, 64, torch.float32) and "head of 24" in attention_and_norms.why_not(
+        4, 2, 24, torch.bfloat16
+    )
+    assert "head of 1024" in attention_and_norms.why_not(4, 2, 1024, torch.bfloat16)
+    assert "32 heads over 1" in attention_and_norms.why_not(32, 1, 64, torch.bfloat16)
+    assert "5 heads over 2" in attention_and_norms.why_not(5, 2, 64, torch.bfloat16)
+    assert "width of 12" in attention_and_norms.why_not(4, 2, 64, torch.bfloat16, width=12)
+    assert attention_and_norms.why_not(16, 1, 512, torch.float16) is None
     residual, x, wanted = random(2, 12), poisoned(2, 12), poisoned(2, 12)
-    fused.add_norm(None, residual, None, None, EPS, None, None, x, module)
-    fused.add_norm(None, residual, None, None, EPS, None, None, wanted)
+    attention_and_norms.add_norm(None, residual, None, None, EPS, None, None, x, module)
+    attention_and_norms.add_norm(None, residual, None, None, EPS, None, None, wanted)
     wide, out = random(1, 8, dtype=torch.float32), poisoned(1, 8, dtype=torch.float32)
-    fused.gated(wide, wide, out, "silu", module)
+    attention_and_norms.gated(wide, wide, out, "silu", module)
     q, keys = random(1, 2, 24), random(1, 1, 5, 24, seed=1)
     looked = poisoned(1, 48)
-    fused.attend(q, keys, keys, torch.tensor([4]), 1.0, None, looked, None, module)
+    attention_and_norms.attend(q, keys, keys, torch.tensor([4]), 1.0, None, looked, None, module)
     assert torch.equal(x, wanted) and not out.isnan().any() and not looked.isnan().any() and launches(module) == []
 
 
@@ -380,14 +394,14 @@ def test_measuring_runs_every_kernel_and_its_torch_path():
         runs.append(len(launches(module)))
         return float(len(runs))
 
-    found = fused_check.measure(module, time_us, width=64, mlp=48, attention=((4, 2, 32),), n=2, places=40)
+    found = selfcheck.measure(module, time_us, width=64, mlp=48, attention=((4, 2, 32),), n=2, places=40)
     assert list(found) == [
         "add_norm", "gated", "rope_write 4/2 x 32", "attend 4/2 x 32, 40 places", "both at once 4/2 x 32, 40 places",
     ]  # fmt: skip
     assert list(found.values()) == [(1, 2), (3, 4), (5, 6), (7, 8), (9, 10)]
     assert runs == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]  # launches of kernels, then none of the torch path
     several = ((4, 2, 32), (4, 2, 32, "after"), (4, 2, 32, None))  # of one size: none hides another's time
-    assert len(fused_check.measure(module, time_us, width=64, mlp=48, attention=several, n=2, places=40)) == 2 + 3 * 3
+    assert len(selfcheck.measure(module, time_us, width=64, mlp=48, attention=several, n=2, places=40)) == 2 + 3 * 3
 
 
 # A wrong kernel is found ---------------------------------------------------------------------------------------------
@@ -416,30 +430,28 @@ WRONG_ATTEND = [
 )
 def test_the_check_at_load_names_a_kernel_that_is_wrong(right, wrong, named):
     is_small = "attend" not in named
-    source = fused.source("fused.cu" if is_small else "attend.cu")
+    source = attention_and_norms.source("fused.cu" if is_small else "attend.cu")
     assert source.count(right) == 1
     changed = source.replace(right, wrong)
     module = cpu_module(source=changed) if is_small else cpu_module(attend=changed, multiprocessors=3)
-    said = fused_check.check(module, widths=(64,), attention=((4, 2, 32),), rows=(1,))
+    said = selfcheck.check(module, widths=(64,), attention=((4, 2, 32),), rows=(1,))
     assert said is not None and named in said
 
 
 @pytest.mark.parametrize("barrier", [0, 1])
 def test_a_missing_barrier_of_attention_is_found(barrier):
-    source = fused.source("attend.cu")
+    source = attention_and_norms.source("attend.cu")
     start = source.index("for (int at = first")
     for _ in range(barrier + 1):
         start = source.index("__syncthreads();", start + 1)
     changed = source[:start] + source[start + len("__syncthreads();") :]
-    said = [
-        fused_check.check(cpu_module(order, attend=changed), widths=(), attention=((4, 2, 256),), rows=(1,)) for order in (0, 1)
-    ]
+    said = [selfcheck.check(cpu_module(order, attend=changed), widths=(), attention=((4, 2, 256),), rows=(1,)) for order in (0, 1)]
     assert any(said)
 
 
 def test_kernels_are_refused_where_there_is_no_gpu():
     with pytest.raises(DeviceError, match="not a CUDA device"):
-        fused.load("cpu")
+        attention_and_norms.load("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -455,12 +467,12 @@ def test_turns_are_the_rotary_modules_own(dtype):
     for module in (None, *([] if run.why_not() else [cpu_module()])):
         for one in kinds:
             one[2].fill_(math.nan), one[3].fill_(math.nan)
-        fused.turns(positions, kinds, module)
+        attention_and_norms.turns(positions, kinds, module)
         for found, own in zip([part for one in kinds for part in one[2:]], wanted, strict=True):
             # The C library's cosine is not torch's to the last bit: now and then the next bf16 number.
             assert (found == own).float().mean() > 0.99
             torch.testing.assert_close(found, own, rtol=2**-7, atol=1e-3)
-    fused.turns(positions, kinds[:1], None)
+    attention_and_norms.turns(positions, kinds[:1], None)
     assert torch.equal(kinds[0][2], wanted[0])
 
 
@@ -469,6 +481,6 @@ def test_turns_are_the_rotary_modules_own(dtype):
 def test_scratch_of_attention_is_within_what_a_plan_counts(kinds, rows):
     """Of every size of step on a card with 132 multiprocessors, in a context of 8192."""
     sizes = [*(size for size in execution.BUCKETS if size < rows), rows]
-    values = sum(fused.scratch_values(size, *kind, 8192, 132) for size in sizes for kind in kinds)
+    values = sum(attention_and_norms.scratch_values(size, *kind, 8192, 132) for size in sizes for kind in kinds)
     more = sum(size for size in sizes if size > execution.KERNEL_ROWS) * execution.ROW_SCRATCH_BYTES
     assert 0 < 4 * values <= execution.SCRATCH_BYTES["fused"] + more

@@ -13,12 +13,8 @@ from trimtab.engine.batched_lora import table as slots
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.decode import decode_step
 from trimtab.engine.formats.packed import MatmulTable
-from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels import dequantize as prompt_kernels
-from trimtab.engine.kernels import device_kernels as kernels
-from trimtab.engine.kernels import gemm4 as many_rows
-from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.tiers import streaming as tiers
+from trimtab.engine.kernels import autotune, dequantize, device_kernels, gemm4, gemv4
+from trimtab.engine.tiers import streaming
 
 # bfloat16: every product, norm and attention rounds once, in another order of sums than torch's.
 STEP_TOLERANCE = 2**-4
@@ -31,7 +27,7 @@ RANKS = {"a": 4, "b": 20}
 def on_cpu(monkeypatch):
     """The kernels of both sources, compiled by g++, in place of those of a GPU."""
     few = {"multiprocessors": 4}
-    chosen = kernels.DeviceKernels(modules.small(**few), modules.products(**few), ends=modules.step_ends())
+    chosen = device_kernels.DeviceKernels(modules.small(**few), modules.products(**few), ends=modules.step_ends())
     monkeypatch.setattr(nvrtc, "why_not", lambda device: None)
     monkeypatch.setattr(decode_step.DeviceKernels, "none", staticmethod(lambda: chosen))
     return chosen
@@ -40,7 +36,7 @@ def on_cpu(monkeypatch):
 @pytest.mark.parametrize("decode", ["auto", "graph"])
 def test_adapters_by_table_serve_captured_modules(on_cpu, replayed, tmp_path, decode):  # noqa: F811
     """A tiny Llama: its own modules, adapters of two ranks looked up by each row, nothing captured anew."""
-    assert kernels.wrong_lora(on_cpu.matvec, torch.bfloat16) is None
+    assert device_kernels.wrong_lora(on_cpu.matvec, torch.bfloat16) is None
     base = pico.build("llama", tmp_path / "base")
     adapters = {name: pico.adapter(base, tmp_path / name, seed=seed, rank=r) for seed, (name, r) in enumerate(RANKS.items())}
     plan = trimtab.plan(base, quant="none", adapters=adapters, context=64, device="cpu")
@@ -74,15 +70,15 @@ def test_layers_share_a_x_only_of_the_very_same_numbers(on_cpu, tmp_path, monkey
         x = torch.randn(2, q.in_features).bfloat16()
 
         makes = []
-        add = matvec.lora_add
-        monkeypatch.setattr(matvec, "lora_add", lambda *a, x, **o: (makes.append(x is not None), add(*a, x=x, **o)))
+        add = gemv4.lora_add
+        monkeypatch.setattr(gemv4, "lora_add", lambda *a, x, **o: (makes.append(x is not None), add(*a, x=x, **o)))
 
         def is_made(leaf, given):
             y = torch.zeros(2, leaf.out_features).bfloat16()
             found = leaf.adapters["a"]
             table.add(leaf, given, y)
             wanted = found.scale * (given.double() @ found.A.double().T @ found.B.double().T)
-            assert tuning.relative_error(y, wanted) < tuning.LARGEST_ERROR
+            assert autotune.relative_error(y, wanted) < autotune.LARGEST_ERROR
             return makes[-1]
 
         for emptied in (False, True):  # a layer that comes twice finds what its first call made, emptied or not
@@ -101,12 +97,12 @@ def test_layers_share_a_x_only_of_the_very_same_numbers(on_cpu, tmp_path, monkey
 
 
 def test_a_wrong_adapter_kernel_is_named(on_cpu, monkeypatch):
-    monkeypatch.setattr(matvec, "lora_add", lambda y, args, module, *, x: None)
-    assert "relative error" in kernels.wrong_lora(on_cpu.matvec, torch.bfloat16)
-    monkeypatch.setattr(kernels, "of_this_process", kernels.ChosenKernels)
-    monkeypatch.setattr(matvec, "load", lambda device: on_cpu.matvec)
+    monkeypatch.setattr(gemv4, "lora_add", lambda y, args, module, *, x: None)
+    assert "relative error" in device_kernels.wrong_lora(on_cpu.matvec, torch.bfloat16)
+    monkeypatch.setattr(device_kernels, "of_this_process", device_kernels.ChosenKernels)
+    monkeypatch.setattr(gemv4, "load", lambda device: on_cpu.matvec)
     for dtype, why in ((torch.bfloat16, "relative error"), (torch.float32, "float32")):
-        assert why in kernels.DeviceKernels.for_adapters(torch.device("cpu"), dtype).left_out[kernels.ADAPTERS]
+        assert why in device_kernels.DeviceKernels.for_adapters(torch.device("cpu"), dtype).left_out[device_kernels.ADAPTERS]
 
 
 def test_a_step_of_mixed_rows_from_the_kernels_is_the_modules(on_cpu, replayed):  # noqa: F811
@@ -140,7 +136,7 @@ def test_a_step_says_of_each_streamed_block_that_it_was_read(on_cpu, replayed, m
     said = []
 
     def recorded(name):
-        own = getattr(tiers.Streamer, name)
+        own = getattr(streaming.Streamer, name)
 
         def call(self, what):
             said.append((name, what.block.block if name == "enter" else what.block))
@@ -152,7 +148,7 @@ def test_a_step_says_of_each_streamed_block_that_it_was_read(on_cpu, replayed, m
         batch = joined(model, decode, [ASKED[0]], rows=1)
         batch.logits()
         for name in ("enter", "leave"):
-            monkeypatch.setattr(tiers.Streamer, name, recorded(name))
+            monkeypatch.setattr(streaming.Streamer, name, recorded(name))
         batch.steps._graphs.clear()
         batch.logits()
     # Of the text model itself one layer is streamed: the projection of each layer's own input.
@@ -171,7 +167,7 @@ def test_a_step_with_kernels_at_its_ends_alone_is_that_of_plain_torch(on_cpu, re
         for _ in range(3):
             tokens, found = [], []
             for one, kernels_of_ends in ((expected, None), (batch, on_cpu.ends)):
-                one.steps._choice.kernels = kernels.DeviceKernels(ends=kernels_of_ends)
+                one.steps._choice.kernels = device_kernels.DeviceKernels(ends=kernels_of_ends)
                 scores, greedy = one._forward()
                 one._advance(one.active)
                 tokens.append(one.tokens[:3, 0].tolist())
@@ -250,11 +246,11 @@ def test_a_step_of_ten_rows_from_the_kernels_is_the_modules(
         eager = joined(model, "eager", asked, rows=10)
         batch = joined(model, decode, asked, rows=10)
         if decode == "graph":  # on a CPU the operations themselves take the time, so modules are not covered there
-            leaves = prompt_kernels.four_bit(model.hf_model)
+            leaves = dequantize.four_bit(model.hf_model)
             plain = batch.steps._modules
 
             def covered(count, **more):
-                with model.adapter_store.applying(None, MatmulTable(many_rows.matmul(leaves, on_cpu.rows))):
+                with model.adapter_store.applying(None, MatmulTable(gemm4.matmul(leaves, on_cpu.rows))):
                     return plain(count, **more)
 
             monkeypatch.setattr(batch.steps, "_modules", covered)

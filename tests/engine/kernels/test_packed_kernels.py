@@ -13,14 +13,11 @@ from tests.engine.decode.test_graphs import joined, replayed  # noqa: F401 - rep
 from tests.engine.kernels.test_fused_kernels import STEP_TOLERANCE, on_cpu  # noqa: F401 - on_cpu is a fixture
 from tests.engine.kernels.test_matvec import changed, multiplied
 from trimtab.engine.batched_lora import columns as extended
-from trimtab.engine.cuda import launch_config as cuts
+from trimtab.engine.cuda import launch_config
 from trimtab.engine.formats import mobile
 from trimtab.engine.formats.weights import dequantize, dequantize_at, exact_rows, shell
-from trimtab.engine.kernels import autotune as tuning
+from trimtab.engine.kernels import autotune, gemm4, gemv4, layouts
 from trimtab.engine.kernels import dequantize as prompt_kernels
-from trimtab.engine.kernels import gemm4 as many_rows
-from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels import layouts
 from trimtab.formats.kernels import LAYOUTS
 
 CPU = torch.device("cpu")
@@ -39,7 +36,7 @@ def products():
 
 
 def weights_of(form, rows, columns, dtype=BF16):
-    made = tuning.RandomWeights(CPU, quant=form, scale_dtype=FORMS[form])
+    made = autotune.RandomWeights(CPU, quant=form, scale_dtype=FORMS[form])
     return [made.make(one, columns, dtype) for one in rows]
 
 
@@ -77,11 +74,11 @@ def test_a_product_and_its_adapters_agree_with_float64(products, form, columns, 
     group, x = weights_of(form, [20, 40], columns), (torch.randn(n, columns) + 0.5).bfloat16()
     for rank, places in ((0, None), (6, torch.tensor([i % 3 - 1 for i in range(n)], dtype=torch.int32))):
         pair = [[(torch.randn(rank, columns) / columns**0.5, torch.randn(one, rank), 0.5)] * 2 for one in (20, 40)]
-        lora = None if places is None else matvec.lora_args(pair, places, rank)
+        lora = None if places is None else gemv4.lora_args(pair, places, rank)
         out, own = multiplied([products], x, group, lora=lora), torch.empty(n, 60, dtype=BF16)
-        matvec.matvec4(x, group, own, lora=lora, module=None)
+        gemv4.matvec4(x, group, own, lora=lora, module=None)
         wanted = exact(x, group) + (0 if places is None else changed(x, pair, places.tolist()))
-        assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR
+        assert autotune.relative_error(out, wanted) < autotune.LARGEST_ERROR
         # Sums in another order: a few values are a step of bfloat16 away; more where weights are scaled in float16. The inputs are
         # of no fixed seed: five standard deviations of a share of as many outputs are allowed above it.
         share = 0.2 if form.startswith("q") else 0.02
@@ -95,10 +92,10 @@ def test_a_product_and_its_adapters_agree_with_float64(products, form, columns, 
 ])  # fmt: skip
 def test_weights_held_in_registers_give_the_same_product(products, form, n):
     group, x = weights_of(form, [64], 512), torch.randn(n, 512).bfloat16()
-    cut = next(one for one in matvec.ways(group, n, products) if one.held and one.splits == 2)
+    cut = next(one for one in gemv4.ways(group, n, products) if one.held and one.splits == 2)
     out = multiplied([products], x, group, cut=cut)
     assert products.launches[-1] == "matvec_held" and cut.layout == layouts.layout(group[0]) != "nf4"
-    assert tuning.relative_error(out, exact(x, group)) < tuning.LARGEST_ERROR
+    assert autotune.relative_error(out, exact(x, group)) < autotune.LARGEST_ERROR
 
 
 @pytest.mark.parametrize(
@@ -110,18 +107,18 @@ def test_the_norm_in_front_may_be_a_part_of_a_product(products, form, n):
     group, (y, residual) = weights_of(form, rows, columns), torch.randn(2, n, columns).bfloat16()
     post, following = torch.rand(2, columns).bfloat16() + 0.5
     pair = [[(torch.randn(6, columns) / columns**0.5, torch.randn(one, 6), 0.5)] * 2 for one in rows]
-    adapters = matvec.lora_args(pair, torch.tensor([i % 3 - 1 for i in range(1, n + 1)], dtype=torch.int32), 6)
-    cut = next(one for one in matvec.ways(group, n, products) if one.may_be_normed)
+    adapters = gemv4.lora_args(pair, torch.tensor([i % 3 - 1 for i in range(1, n + 1)], dtype=torch.int32), 6)
+    cut = next(one for one in gemv4.ways(group, n, products) if one.may_be_normed)
     for lora in (None, adapters):
         made = []
         for module in (None, products):
-            norm = matvec.Norm(residual, post, following, 1e-6, None, torch.full_like(y, math.nan))
+            norm = gemv4.Norm(residual, post, following, 1e-6, None, torch.full_like(y, math.nan))
             out = torch.full((n, sum(rows)), math.nan, dtype=BF16)
-            matvec.matvec4(y, group, out, lora=lora, norm=norm, module=module, cut=None if module is None else cut)
+            gemv4.matvec4(y, group, out, lora=lora, norm=norm, module=module, cut=None if module is None else cut)
             made.append((out, norm.out_h))
         (wanted, h), (out, own) = made
         # A norm's sum in another order moves a few values of x by a step, of 8 bits here and there.
-        assert (own != h).float().mean() < 0.01 and tuning.relative_error(out, wanted) < 2 * tuning.LARGEST_ERROR
+        assert (own != h).float().mean() < 0.01 and autotune.relative_error(out, wanted) < 2 * autotune.LARGEST_ERROR
 
 
 def test_minima_far_above_scales_and_scales_of_nothing_are_computed(products):
@@ -131,7 +128,7 @@ def test_minima_far_above_scales_and_scales_of_nothing_are_computed(products):
     for first, (d, least) in enumerate(((0.0, 0.01), (1e-6, -0.02), (0.0, 0.0), (-0.01, 0.0), (6e-8, 6e-8))):
         heads[first::6, :4] = torch.tensor([d, least], dtype=HALF).view(torch.uint8)
     x = torch.randn(3, 512).bfloat16()
-    assert tuning.relative_error(multiplied([products], x, [packed]), exact(x, [packed])) < tuning.LARGEST_ERROR
+    assert autotune.relative_error(multiplied([products], x, [packed]), exact(x, [packed])) < autotune.LARGEST_ERROR
 
 
 @pytest.mark.parametrize("form, other", [("q4_k", "q6_k"), ("int4-g128-idx", "int4-g128")])
@@ -139,47 +136,47 @@ def test_weights_of_several_formats_or_orders_over_one_input_take_a_launch_each(
     group = [weights_of(one, [rows], 512)[0] for one, rows in ((form, 40), (form, 20), (other, 24))]
     x, before = torch.randn(2, 512).bfloat16(), len(products.launches)
     pair = [[(torch.randn(4, 512) / 24, torch.randn(one, 4), 0.5)] for one in (40, 20, 24)]
-    lora = matvec.lora_args(pair, torch.tensor([0, -1], dtype=torch.int32), 4)
+    lora = gemv4.lora_args(pair, torch.tensor([0, -1], dtype=torch.int32), 4)
     out = multiplied([products], x, group, lora=lora)
-    assert tuning.relative_error(out, exact(x, group) + changed(x, pair, (0, -1))) < tuning.LARGEST_ERROR
+    assert autotune.relative_error(out, exact(x, group) + changed(x, pair, (0, -1))) < autotune.LARGEST_ERROR
     assert products.launches[before:] == ["in_order"] * form.endswith("idx") + ["matvec_4"] * 2
     assert layouts.runs(group) == [slice(0, 2), slice(2, 3)]
-    monkeypatch.setitem(products.products.chosen, matvec.cut_key(group[:2], 2), SimpleNamespace(normed=True))
-    assert matvec.takes_norm(group[:2], 2, products) is (form == "q4_k")
+    monkeypatch.setitem(products.products.chosen, gemv4.cut_key(group[:2], 2), SimpleNamespace(normed=True))
+    assert gemv4.takes_norm(group[:2], 2, products) is (form == "q4_k")
 
 
 def test_a_check_finds_a_product_that_reads_bits_above_of_a_neighbour(products):
     """The planted fault: the kernel's Q6_K with one word of the bits above taken for another."""
     read = "return {low, From::read_8(own + t * 8)};"
-    source = matvec.source().replace(read, "{ const uint2 v = From::read_8(own + t * 8); return {low, make_uint2(v.y, v.x)}; }")
-    assert source != matvec.source()
+    source = gemv4.source().replace(read, "{ const uint2 v = From::read_8(own + t * 8); return {low, make_uint2(v.y, v.x)}; }")
+    assert source != gemv4.source()
     wrong = modules.products(7, source=source)
     group = weights_of("q6_k", [16], 256)
-    assert tuning.check(group, products, rows=(1,)) is None and "relative error" in str(tuning.check(group, wrong, rows=(1,)))
+    assert autotune.check(group, products, rows=(1,)) is None and "relative error" in str(autotune.check(group, wrong, rows=(1,)))
 
 
 def test_configurations_of_each_layout_are_kept_apart():
-    nf4 = tuning.RandomWeights(CPU).make(64, 512)
+    nf4 = autotune.RandomWeights(CPU).make(64, 512)
     groups = [weights_of(form, [64], 512)[0] for form in ("int4-g32", "int4-g128", "int4-g32-zp", "int4-row")]
-    keys = [matvec.cut_key([one], 1) for one in (nf4, *groups)]
+    keys = [gemv4.cut_key([one], 1) for one in (nf4, *groups)]
     assert [key[0] for key in keys] == ["cut", "int4-2", "int4", "int4-2-zp", "int4"]
     facts = {"multiprocessors": 132, "shared_bytes": 232448}
     for layout in LAYOUTS:
-        for cut in cuts.cuts((64,), 512, 1, layout=layout, **facts):
+        for cut in launch_config.cuts((64,), 512, 1, layout=layout, **facts):
             assert cut.needed_bytes(1) == cut.shared_bytes <= facts["shared_bytes"] and cut.layout == layout
 
 
 @pytest.mark.parametrize("form, words", [("int8-g32", "no kernel"), ("int8-g32-zp-idx", "no kernel"), ("int4-g96", "no kernel")])
 def test_what_no_kernel_reads_is_said(form, words):
-    packed = tuning.RandomWeights(CPU, quant="int4-g32").make(8, 192)
+    packed = autotune.RandomWeights(CPU, quant="int4-g32").make(8, 192)
     packed = type(packed)(form, packed.shape, packed.dtype, packed.parts, {})
-    assert words in matvec.why_not(packed, BF16, "cpu")
+    assert words in gemv4.why_not(packed, BF16, "cpu")
 
 
 def test_scales_that_float16_products_cannot_hold_are_said():
     (packed,) = weights_of("q8_0", [8], 64)
     packed.parts["scale"][3, 1] = -300
-    assert matvec.why_not(packed, BF16, "cpu") == "scales beyond 256"
+    assert gemv4.why_not(packed, BF16, "cpu") == "scales beyond 256"
 
 
 # Prompts --------------------------------------------------------------------------------------------------------------
@@ -230,7 +227,7 @@ def test_rows_of_a_packed_table_have_the_bits_of_the_format(form, columns):
     """An id that the table has no row for gives values that are not numbers."""
     module = modules.prompts(1)
     module.variant_names = ("unpack_rows",)
-    packed = tuning.RandomWeights(CPU, quant=form).make(40, columns)
+    packed = autotune.RandomWeights(CPU, quant=form).make(40, columns)
     ids = torch.tensor([39, 0, 7])
     assert prompt_kernels.can_unpack(packed)
     assert torch.equal(prompt_kernels.unpack_rows(packed, ids, module), dequantize_at(packed, ids))
@@ -239,7 +236,7 @@ def test_rows_of_a_packed_table_have_the_bits_of_the_format(form, columns):
 
 def test_groups_that_end_within_a_row_are_unpacked_by_torch(prompts):
     for form, columns in (("int4-g128", 320), ("mobile4-g4", 64), ("mobile4-g12", 96)):
-        assert not prompt_kernels.can_unpack(tuning.RandomWeights(CPU, quant=form).make(8, columns))
+        assert not prompt_kernels.can_unpack(autotune.RandomWeights(CPU, quant=form).make(8, columns))
 
 
 # Many rows ------------------------------------------------------------------------------------------------------------
@@ -255,11 +252,11 @@ def test_a_product_of_many_rows_is_that_of_the_unpacked_weights(form, n, dtype):
     module.variant_names = ("rows_product_16", "rows_product_32", "rows_product_64", *["round_to_8"] * form.startswith("mobile"))
     own = dtype if form.endswith("f32") else FORMS[form]
     group = weights_of(form, [130, 24], 512, own)
-    assert not any(many_rows.why_not(one, dtype) for one in group)
+    assert not any(gemm4.why_not(one, dtype) for one in group)
     x, out = torch.randn(n, 512).to(dtype), torch.full((n, 154), math.nan, dtype=dtype)
-    many_rows.linear(x, group, out, module=module)
+    gemm4.linear(x, group, out, module=module)
     wanted = exact(x, group, lambda one: dequantize(one).to(dtype).double())
-    assert tuning.relative_error(out, wanted) < torch.finfo(dtype).eps / 2
+    assert autotune.relative_error(out, wanted) < torch.finfo(dtype).eps / 2
 
 
 # A whole step ---------------------------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ import torch
 from tests.cuda_on_cpu.modules import small
 from trimtab.engine.families.decoder import ROUTES, Experts
 from trimtab.engine.families.mixture import routed
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import routers
+from trimtab.engine.kernels import attention_and_norms, routers
 from trimtab.engine.kernels.routers import Choice
 from trimtab.engine.kernels.selfcheck import relative_error
 
@@ -79,8 +78,8 @@ def test_the_check_at_load_passes_and_finds_faults(module):
         ("* own[i], half) * factor", "* own[i], half)", "router's input"),
         ("if (v[i] > best) best", "if (v[i] >= 0.f) best", "of experts"),
     ):  # fmt: skip
-        assert right in fused.source(), right
-        broken = kernels(fused.source().replace(right, wrong))
+        assert right in attention_and_norms.source(), right
+        broken = kernels(attention_and_norms.source().replace(right, wrong))
         found = routers.check(broken, 128, 320, Choice(8, is_normed="total" in right), BF16)
         assert found is not None and (what in found or "others are the most likely" in found), right
 

@@ -40,8 +40,7 @@ from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.calls.embedding import PromptScores
-from trimtab.engine.kv import int8 as hf_kv_int8
-from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import int8, kv_cache
 from trimtab.engine.kv.int8 import read_states, round_states
 from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer
 from trimtab.engine.memory.graph_cache import GraphCache
@@ -319,7 +318,7 @@ def test_the_copies_that_attention_reads_are_counted(family, tmp_path, monkeypat
         batch = Batch(model, rows=4)
         for prompt in PROMPTS:
             through(batch, model.prepare(prompt), GenerateRequest(max_new_tokens=4))
-        monkeypatch.setattr(hf_kv_int8, "read_states", watched)
+        monkeypatch.setattr(int8, "read_states", watched)
         batch.step()
     given = {"rows": 4, "context_tokens": context, "new_tokens": 1}
     counted = copy_bytes(layers, "float32", "int8", **given)
@@ -343,7 +342,7 @@ def test_a_chunk_that_reads_a_ring_and_itself_is_counted(tmp_path, monkeypatch):
     with trimtab.load(planned(pico.build("mistral3", tmp_path), context=40, batch=2)) as model:
         layers = model.anatomy.kv_layers
         batch = batch_of(model, "eager", (32,), 2)
-        monkeypatch.setattr(hf_kv_int8, "read_states", watched)
+        monkeypatch.setattr(int8, "read_states", watched)
         through(batch, model.prepare(list(range(5, 42))), GenerateRequest(max_new_tokens=2))
     given = {"rows": 1, "context_tokens": 40, "new_tokens": 32}
     rounding = max(32 * layer.kv_heads * layer.head_dim * ROUNDING_BYTES for layer in layers)
@@ -382,7 +381,7 @@ def test_a_graph_of_a_step_is_counted_with_the_kernels_that_8_bits_add():
                 launched.append(func)
             return func(*args, **(kwargs or {}))
 
-    cache = hf_slots.BatchedKVCache(2, 64, torch.device("cpu"), kv="int8")
+    cache = kv_cache.BatchedKVCache(2, 64, torch.device("cpu"), kv="int8")
     layer = LayerCache(cache, 64, is_ring=False)
     states = torch.randn(2, 2, 1, 8).to(torch.bfloat16)
     layer.lazy_initialization(round_states(states), round_states(states))
@@ -447,7 +446,7 @@ def test_layers_that_keep_another_state_are_refused_by_name(tmp_path, monkeypatc
     check_kv("full", anatomy)
     error = refused(check_kv, "int8", anatomy, match="layer 0 keeps a Linear")
     assert error.field == "kv" and error.allowed == ("full",)
-    monkeypatch.setattr(hf_slots, "why_not", lambda hf_model: "layer 0 keeps a MambaLayer")
+    monkeypatch.setattr(kv_cache, "why_not", lambda hf_model: "layer 0 keeps a MambaLayer")
     with pytest.raises(RequestError, match="8-bit keys and values of LlamaForCausalLM: layer 0 keeps a MambaLayer"):
         planned(pico.build("llama", tmp_path), quant="nf4")
 
@@ -527,7 +526,7 @@ def test_options_have_no_row_for_what_a_model_cannot_have():
 
 def test_a_plan_file_that_asks_for_what_a_model_cannot_have_is_refused_before_weights_are_read(tmp_path, monkeypatch):
     made = planned(pico.build("llama", tmp_path))
-    monkeypatch.setattr(hf_slots, "why_not", lambda hf_model: "layer 0 keeps a state")
+    monkeypatch.setattr(kv_cache, "why_not", lambda hf_model: "layer 0 keeps a state")
     monkeypatch.setattr(Reader, "__init__", lambda *_: pytest.fail("weights are read"))
     for plan in (made, replace(made, request=replace(made.request, kv="full", batch_invariant=True))):
         error = refused(trimtab.load, Plan.from_json(plan.to_json()), match="LlamaForCausalLM.*: layer 0 keeps a state")

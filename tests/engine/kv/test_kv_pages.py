@@ -12,8 +12,7 @@ from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import small as cpu_module
 from tests.engine.kernels.test_fused import random
 from tests.long_runs import slow_on_cpu
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import selfcheck as fused_check
+from trimtab.engine.kernels import attention_and_norms, selfcheck
 from trimtab.engine.kv.sequence import PagePool
 from trimtab.errors import DoesNotFitError
 from trimtab.planning.values.byte_sizes import FIRST, NONE, PAGE_TOKENS, SCRAP, pages_of, pool_tokens
@@ -122,25 +121,25 @@ def test_attention_over_pages_has_the_bits_of_attention_over_rows(heads, kv_head
         positions = torch.tensor([length - 1, max(0, length - 50), 31])
         pool_keys, pool_values, pool = paged(keys, values, positions, seed=length)
         out, wanted = (torch.full((n, heads * dim), math.nan, dtype=torch.bfloat16) for _ in range(2))
-        fused.attend(q, keys, values, positions, dim**-0.5, None, wanted, None, module)
-        fused.attend(q, pool_keys, pool_values, positions, dim**-0.5, None, out, None, module, pages=pool.table)
+        attention_and_norms.attend(q, keys, values, positions, dim**-0.5, None, wanted, None, module)
+        attention_and_norms.attend(q, pool_keys, pool_values, positions, dim**-0.5, None, out, None, module, pages=pool.table)
         assert torch.equal(out, wanted), length
-        exact = fused_check.attend_exact(q, keys, values, positions, dim**-0.5, None)
-        assert fused_check.relative_error(out, exact) < 2.2e-3
+        exact = selfcheck.attend_exact(q, keys, values, positions, dim**-0.5, None)
+        assert selfcheck.relative_error(out, exact) < 2.2e-3
     assert "attend" in launches(module)
 
 
 @pytest.mark.parametrize(
     ("mode", "heads", "kv_heads", "dim"),
     [
-        (mode, *shape) if (place + number) % len(fused.MODES) == 0 else slow_on_cpu(mode, *shape)
-        for number, mode in enumerate(fused.MODES)
+        (mode, *shape) if (place + number) % len(attention_and_norms.MODES) == 0 else slow_on_cpu(mode, *shape)
+        for number, mode in enumerate(attention_and_norms.MODES)
         for place, shape in enumerate([(8, 2, 256), (4, 1, 512), (6, 2, 80), (4, 2, 24)])
     ],
 )
 def test_a_step_writes_its_place_to_its_page_and_nothing_else(heads, kv_heads, dim, mode):
     module, n, places = cpu_module(1, multiprocessors=6), 4, 200
-    parts = fused.MODES[mode]
+    parts = attention_and_norms.MODES[mode]
     keys, values = (random(n, kv_heads, places, dim, seed=s) for s in (1, 2))
     qkv = random(n, (heads + parts * kv_heads) * dim)
     q_weight, k_weight = random(dim, seed=1), random(dim, seed=2)
@@ -149,18 +148,18 @@ def test_a_step_writes_its_place_to_its_page_and_nothing_else(heads, kv_heads, d
     found = paged(keys, values, positions)
     pool = found[2]
     pool.unbind(3)  # a row that nobody has any more
-    is_ours = fused.why_not(heads, kv_heads, dim, torch.bfloat16) is None
+    is_ours = attention_and_norms.why_not(heads, kv_heads, dim, torch.bfloat16) is None
     for one in found[:2]:
         one[:, : PAGE_TOKENS if is_ours else None].nan_to_num_(0.0)  # torch reads what is masked
     before = [one.clone() for one in found[:2]]
     outs = [torch.full((n, heads * dim), math.nan, dtype=torch.bfloat16) for _ in range(2)]
     queries = torch.empty(n, heads, dim, dtype=torch.bfloat16)
-    given = [qkv, heads, fused.HeadNorms(q_weight, k_weight, 1e-6), cos, sin]
+    given = [qkv, heads, attention_and_norms.HeadNorms(q_weight, k_weight, 1e-6), cos, sin]
     rest = [positions, positions, dim**-0.5, None]
-    fused.rope_and_attention(*given, keys, values, *rest, outs[0], queries, None, module, mode=mode)
-    fused.rope_and_attention(*given, *found[:2], *rest, outs[1], queries, None, module, mode=mode, pages=pool.table)
+    attention_and_norms.rope_and_attention(*given, keys, values, *rest, outs[0], queries, None, module, mode=mode)
+    attention_and_norms.rope_and_attention(*given, *found[:2], *rest, outs[1], queries, None, module, mode=mode, pages=pool.table)
     assert torch.equal(outs[0][:3], outs[1][:3]) or (
-        not is_ours and fused_check.relative_error(outs[1][:3], outs[0][:3].double()) < 2e-3
+        not is_ours and selfcheck.relative_error(outs[1][:3], outs[0][:3].double()) < 2e-3
     )
     at = pool.table.written(positions)
     for to, source, was in zip(found[:2], (keys, values), before, strict=True):
@@ -173,24 +172,24 @@ def test_a_step_writes_its_place_to_its_page_and_nothing_else(heads, kv_heads, d
 
 def test_the_check_before_the_first_step_passes_and_names_what_is_wrong():
     kinds = ((4, 2, 64),)
-    assert fused_check.check_pages(cpu_module(1, multiprocessors=3), kinds) is None
-    changed = fused.source("attend.cu").replace("max(page_of(newest), 1)", "1")
-    said = fused_check.check_pages(cpu_module(1, multiprocessors=3, attend=changed), kinds)
+    assert selfcheck.check_pages(cpu_module(1, multiprocessors=3), kinds) is None
+    changed = attention_and_norms.source("attend.cu").replace("max(page_of(newest), 1)", "1")
+    said = selfcheck.check_pages(cpu_module(1, multiprocessors=3, attend=changed), kinds)
     assert said == "attention over pages (own), 4 heads over 2, 64 each: other bits"
 
 
 def test_a_kernel_that_looks_into_the_wrong_page_is_found():
     """The comparison above can fail: each of these changes gives other bits."""
-    source = fused.source("attend.cu")
+    source = attention_and_norms.source("attend.cu")
     keys, values, q = random(1, 2, 300, 64, seed=1), random(1, 2, 300, 64, seed=2), random(1, 4, 64)
     positions, out = torch.tensor([299]), torch.empty(1, 256, dtype=torch.bfloat16)
     pool_keys, pool_values, pool = paged(keys, values, positions)
-    wanted = fused_check.attend_exact(q, keys, values, positions, 1.0, None)
+    wanted = selfcheck.attend_exact(q, keys, values, positions, 1.0, None)
     for right, wrong in (
         ("page * PAGE + at % PAGE", "page * PAGE"), ("pages + at / PAGE", "pages + at / (2 * PAGE)"),
         ("next_page = page_of(at + 2 * TILE)", "next_page = page_of(at + TILE)"), ("v_at = v_next;", ""),
     ):  # fmt: skip
         assert source.count(right) == 1, right
         module = cpu_module(1, multiprocessors=1, attend=source.replace(right, wrong))
-        fused.attend(q, pool_keys, pool_values, positions, 1.0, None, out, None, module, pages=pool.table)
-        assert not fused_check.relative_error(out, wanted) < 1e-2, right
+        attention_and_norms.attend(q, pool_keys, pool_values, positions, 1.0, None, out, None, module, pages=pool.table)
+        assert not selfcheck.relative_error(out, wanted) < 1e-2, right

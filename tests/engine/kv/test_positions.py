@@ -17,9 +17,8 @@ from tests.lent import lent
 from tests.long_runs import crossed
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.kv import sequence
-from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.kv import kv_cache, sequence
+from trimtab.engine.loader import transformers_model
 from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES
 from trimtab.request import GenerateRequest
 
@@ -115,7 +114,7 @@ def test_the_offset_is_kept_by_the_model_or_within_its_head(depth):
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma4", "gemma3n", "mistral3", "llama"])
 def test_real_models_keep_it_where_a_walk_over_all_modules_finds_it(family, tmp_path):
-    model = hf.probe(read_checkpoint(pico.build(family, tmp_path / "base"))).model
+    model = transformers_model.probe(read_checkpoint(pico.build(family, tmp_path / "base"))).model
     assert sequence.rope_module(model) is next((one for one in model.modules() if hasattr(one, "rope_deltas")), None)
 
 
@@ -142,7 +141,7 @@ def test_keys_and_values_of_all_layers_are_one_piece_of_memory_and_lie_apart(fam
 
 def test_what_is_more_than_was_counted_has_memory_of_its_own():
     asked = []
-    cache = hf_slots.BatchedKVCache(2, 64, torch.device("cpu"), bytes_of=lambda rows: asked.append(rows) or 5000)
+    cache = kv_cache.BatchedKVCache(2, 64, torch.device("cpu"), bytes_of=lambda rows: asked.append(rows) or 5000)
     like = torch.ones(1, dtype=torch.bfloat16)
     first, second, third = cache.zeros(like, 100), cache.zeros(like, 3, 8), cache.zeros(like, 4096)
     assert asked == [2]
@@ -150,5 +149,5 @@ def test_what_is_more_than_was_counted_has_memory_of_its_own():
     assert third.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
     assert [one.shape for one in (first, second, third)] == [(100,), (3, 8), (4096,)]
     assert not any(bool(one.any()) for one in (first, second, third))
-    alone = hf_slots.BatchedKVCache(2, 64, torch.device("cpu")).zeros(like, 100)
+    alone = kv_cache.BatchedKVCache(2, 64, torch.device("cpu")).zeros(like, 100)
     assert alone.untyped_storage().nbytes() == 200

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, Gemma3TextConfig
 
 from tests.examples import examples
-from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import kv_cache
 from trimtab.engine.kv.prefix_layout import RowViews
 from trimtab.engine.kv.prefix_store import Mark, Match, PrefixKey, PrefixStore, scope_of
 from trimtab.engine.prefill.prefix_cache import PrefixCache, Prefixes
@@ -201,8 +201,8 @@ def made(sliding=3, full=2, *, staging=None, pages=None, kv="full"):
     kinds = ["sliding_attention"] * sliding + ["full_attention"] * full
     config = Gemma3TextConfig(num_hidden_layers=len(kinds), layer_types=kinds, sliding_window=WINDOW)
     hf_model = Model(config=SimpleNamespace(get_text_config=lambda: config), modules=list)
-    slots = hf_slots.BatchedKVCache(2, CONTEXT, torch.device("cpu"), kv_tokens=pages and CONTEXT + 2 * PAGE_TOKENS, kv=kv)
-    slots.lay_out(hf_slots.prompt_cache(hf_model, kv))
+    slots = kv_cache.BatchedKVCache(2, CONTEXT, torch.device("cpu"), kv_tokens=pages and CONTEXT + 2 * PAGE_TOKENS, kv=kv)
+    slots.lay_out(kv_cache.prompt_cache(hf_model, kv))
     generator = torch.Generator().manual_seed(0)
     for layer in slots.layers:
         width = WIDTH if layer.is_ring else 2 * WIDTH
@@ -356,7 +356,7 @@ def test_a_prompt_of_less_than_a_block_has_no_blocks():
 
 def test_a_row_is_cleared_and_taken_in_all_layers_after_some_had_states():
     config = Gemma3TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
-    slots = hf_slots.BatchedKVCache(1, CONTEXT, torch.device("cpu"))
+    slots = kv_cache.BatchedKVCache(1, CONTEXT, torch.device("cpu"))
     slots.has_prompt_row = True
     slots.lay_out(DynamicCache(config=config))
     one = torch.ones(1, HEADS, 1, WIDTH)

@@ -16,7 +16,7 @@ from trimtab.engine.families import check
 from trimtab.engine.formats.packed import MatmulTable
 from trimtab.engine.formats.weights import dequantize, shell
 from trimtab.engine.kernels import dequantize as prompt_kernels
-from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels import gemm4
 from trimtab.engine.kernels.autotune import RandomWeights
 from trimtab.engine.layers.leaves import UnpackedWeights
 from trimtab.planning import Machine, Plan, Rates, make_plan
@@ -114,7 +114,7 @@ def test_they_are_the_bits_that_bitsandbytes_unpacks(monkeypatch, tmp_path):
 
 def test_a_step_of_ten_rows_with_unpacked_weights_is_the_modules(on_cpu, replayed, monkeypatch, tmp_path):  # noqa: F811
     on_cpu.rows = rows_module()
-    monkeypatch.setattr(many_rows, "PAYING_ROWS", 9)  # so many rows have the packed weights
+    monkeypatch.setattr(gemm4, "PAYING_ROWS", 9)  # so many rows have the packed weights
     asked = [(("a", None, "b")[number % 3], [5 + number, 6, 7 + 2 * number], {}) for number in range(10)]
     with loaded("gemma4", tmp_path, monkeypatch) as model:
         batch_of_modules = joined(model, "eager", asked, rows=10)

@@ -24,7 +24,7 @@ from tests.raised import raised
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.demo.demo import FOLDER
 from trimtab.engine.loader import processor as hf_processor
-from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.loader import transformers_model
 from trimtab.engine.loader.tracing import Traced
 from trimtab.engine.tiers.reader import read_small
 from trimtab.errors import CheckpointError, RequestError
@@ -76,10 +76,10 @@ def groups(named) -> list[list[str]]:
     return sorted(names for names in found.values() if len(names) > 1)
 
 
-def check_equal(folder: Path, dtype: str = "bfloat16") -> hf.Probe:
+def check_equal(folder: Path, dtype: str = "bfloat16") -> transformers_model.Probe:
     """Compare the probe of a folder with stock's model of it, and return the probe."""
     checkpoint = read_checkpoint(folder)
-    probe = hf.probe(checkpoint, dtype)
+    probe = transformers_model.probe(checkpoint, dtype)
     reference, info = load_reference(folder, dtype)
     expected, found = tensors_of(reference), tensors_of(probe.model)
     assert list(found) == list(expected)
@@ -142,13 +142,13 @@ def test_without_a_generation_config_stock_reads_the_model_config(tmp_path):
     (folder / "generation_config.json").unlink()
     check_equal(folder)
     configured(folder, top_k=7)
-    assert hf.probe(read_checkpoint(folder)).model.generation_config.to_dict() == (
+    assert transformers_model.probe(read_checkpoint(folder)).model.generation_config.to_dict() == (
         load_reference(folder)[0].generation_config.to_dict()
     )
 
 
 def test_the_model_knows_where_it_came_from(built):
-    probe = hf.probe(read_checkpoint(built("llama")))
+    probe = transformers_model.probe(read_checkpoint(built("llama")))
     assert probe.model.name_or_path == probe.config._name_or_path == str(built("llama"))
 
 
@@ -174,19 +174,19 @@ def test_two_stored_ends_of_a_tie_are_tied_only_if_equal(tmp_path, factor, ties)
 def test_missing_tensors_are_refused_all_of_them_by_name(tmp_path):
     lost = ["model.layers.0.mlp.down_proj.weight", "model.layers.1.input_layernorm.weight", "model.norm.weight"]
     folder = edited(pico.build("llama", tmp_path), lambda t: [t.pop(name) for name in lost])
-    error = raised(CheckpointError, lambda: hf.probe(read_checkpoint(folder)))
+    error = raised(CheckpointError, lambda: transformers_model.probe(read_checkpoint(folder)))
     assert error.path == str(folder)
     assert f"3 tensors of LlamaForCausalLM are missing: {', '.join(lost)}." in str(error)
 
 
 def test_one_missing_tensor_is_the_error_s_tensor(tmp_path):
     folder = edited(pico.build("llama", tmp_path), lambda t: t.pop("model.norm.weight"))
-    assert raised(CheckpointError, lambda: hf.probe(read_checkpoint(folder))).tensor_name == "model.norm.weight"
+    assert raised(CheckpointError, lambda: transformers_model.probe(read_checkpoint(folder))).tensor_name == "model.norm.weight"
 
 
 def test_one_expert_of_a_fused_weight_that_is_missing_is_refused(tmp_path):
     folder = edited(pico.build("mixtral", tmp_path), lambda t: t.pop(next(n for n in t if ".experts.2.w1" in n)))
-    error = raised(CheckpointError, lambda: hf.probe(read_checkpoint(folder)))
+    error = raised(CheckpointError, lambda: transformers_model.probe(read_checkpoint(folder)))
     assert "cat on " in str(error) or "another shape" in str(error)
 
 
@@ -198,7 +198,7 @@ def test_missing_tensors_are_never_allocated(tmp_path):
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
     with pytest.raises(CheckpointError, match="tensors of Gemma4ForConditionalGeneration are missing: "):
-        hf.probe(read_checkpoint(folder))
+        transformers_model.probe(read_checkpoint(folder))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes - before < 2**30
 
 
@@ -221,7 +221,7 @@ def test_an_extra_tensor_is_reported_but_for_projections_of_kv_shared_layers(tmp
 def test_a_wrong_shape_is_refused_with_both(tmp_path):
     folder = edited(pico.build("llama", tmp_path), lambda t: t.update({"model.norm.weight": torch.zeros(32)}))
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[32\], the model's is \[64\]"):
-        hf.probe(read_checkpoint(folder))
+        transformers_model.probe(read_checkpoint(folder))
 
 
 # What cannot be followed ----------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def planted(monkeypatch, change) -> None:
             super().__init__(config)
             change(self)
 
-    monkeypatch.setattr(hf.transformers, "LlamaForCausalLM", LlamaForCausalLM)
+    monkeypatch.setattr(transformers_model.transformers, "LlamaForCausalLM", LlamaForCausalLM)
 
 
 def test_an_operation_in_place_while_loading_is_refused(built, monkeypatch):
@@ -249,14 +249,16 @@ def test_an_operation_in_place_while_loading_is_refused(built, monkeypatch):
             if isinstance(self.model.norm.weight, Traced):
                 self.model.norm.weight.mul_(2)
 
-    monkeypatch.setattr(hf.transformers, "LlamaForCausalLM", LlamaForCausalLM)
+    monkeypatch.setattr(transformers_model.transformers, "LlamaForCausalLM", LlamaForCausalLM)
     with pytest.raises(CheckpointError, match=r"mul_ on model\.norm\.weight: it writes in place"):
-        hf.probe(read_checkpoint(built("llama")))
+        transformers_model.probe(read_checkpoint(built("llama")))
 
 
 def test_a_buffer_that_nothing_computes_is_refused(built, monkeypatch):
     planted(monkeypatch, lambda model: model.register_buffer("scales", torch.empty(3), persistent=False))
-    error = raised(CheckpointError, lambda: hf.probe(read_checkpoint(built("llama"))), match="without assigning a value")
+    error = raised(
+        CheckpointError, lambda: transformers_model.probe(read_checkpoint(built("llama"))), match="without assigning a value"
+    )
     assert error.tensor_name == "scales"
 
 
@@ -266,8 +268,8 @@ def test_a_tensor_that_the_loader_leaves_without_data_is_refused(built, monkeypa
             super().tie_weights(*args, **kwargs)
             self.model.norm.weight = nn.Parameter(torch.empty(64, device="meta"))
 
-    monkeypatch.setattr(hf.transformers, "LlamaForCausalLM", LlamaForCausalLM)
-    error = raised(CheckpointError, lambda: hf.probe(read_checkpoint(built("llama"))), match="cannot be traced")
+    monkeypatch.setattr(transformers_model.transformers, "LlamaForCausalLM", LlamaForCausalLM)
+    error = raised(CheckpointError, lambda: transformers_model.probe(read_checkpoint(built("llama"))), match="cannot be traced")
     assert error.tensor_name == "model.norm.weight"
 
 
@@ -276,14 +278,14 @@ def test_a_tensor_that_the_loader_leaves_without_data_is_refused(built, monkeypa
 
 def test_an_unknown_model_type_is_refused_by_name(tmp_path):
     folder = configured(pico.build("llama", tmp_path), model_type="llama9", architectures=["Llama9ForCausalLM"])
-    error = raised(CheckpointError, lambda: hf.read_config(read_checkpoint(folder)))
+    error = raised(CheckpointError, lambda: transformers_model.read_config(read_checkpoint(folder)))
     for words in ("'llama9'", "Llama9ForCausalLM", transformers.__version__):
         assert words in str(error)
 
 
 def test_an_unknown_class_of_a_known_model_type_is_refused_by_name(tmp_path):
     folder = configured(pico.build("llama", tmp_path), architectures=["LlamaForEverything"])
-    error = raised(CheckpointError, lambda: hf.probe(read_checkpoint(folder)))
+    error = raised(CheckpointError, lambda: transformers_model.probe(read_checkpoint(folder)))
     assert "LlamaForEverything" in str(error) and transformers.__version__ in str(error)
 
 
@@ -294,25 +296,25 @@ def test_code_of_the_checkpoint_is_never_run(tmp_path):
     own = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
     configured(folder, model_type="own", architectures=["OwnModel"], auto_map=own)
     with pytest.raises(CheckpointError, match=r"auto_map.*never run"):
-        hf.probe(read_checkpoint(folder))
+        transformers_model.probe(read_checkpoint(folder))
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_value_that_the_config_class_refuses_names_the_value(tmp_path):
     folder = configured(pico.build("gemma4", tmp_path), image_token_id="three")
     with pytest.raises(CheckpointError, match=r"config\.json is refused.*image_token_id"):
-        hf.read_config(read_checkpoint(folder))
+        transformers_model.read_config(read_checkpoint(folder))
 
 
 def test_without_architectures_the_class_follows_from_the_config(tmp_path):
     folder = configured(pico.build("llama", tmp_path), architectures=...)
-    assert type(hf.probe(read_checkpoint(folder)).model) is transformers.LlamaForCausalLM
+    assert type(transformers_model.probe(read_checkpoint(folder)).model) is transformers.LlamaForCausalLM
 
 
 def test_another_quantization_is_refused_by_name(tmp_path):
     folder = configured(pico.build("llama", tmp_path), quantization_config={"quant_method": "exl3", "bits": 4})
     with pytest.raises(CheckpointError, match="EXL3"):
-        hf.probe(read_checkpoint(folder))
+        transformers_model.probe(read_checkpoint(folder))
 
 
 def test_a_quantization_config_is_taken_out_of_the_config_and_its_parts(tmp_path):
@@ -320,7 +322,7 @@ def test_a_quantization_config_is_taken_out_of_the_config_and_its_parts(tmp_path
     folder = pico.build("gemma3", tmp_path)
     text = json.loads((folder / "config.json").read_text())["text_config"]
     configured(folder, quantization_config=bnb, text_config=text | {"quantization_config": bnb})
-    config = hf.read_config(read_checkpoint(folder))
+    config = transformers_model.read_config(read_checkpoint(folder))
     assert not hasattr(config, "quantization_config") and not hasattr(config.text_config, "quantization_config")
 
 
@@ -332,7 +334,7 @@ def test_the_process_is_as_before(built, capfd):
     before = (torch.get_default_dtype(), logging.get_verbosity(), logging.is_progress_bar_enabled())
     checkpoint = read_checkpoint(built("gemma4"))
     capfd.readouterr()  # of the first test that builds it
-    hf.probe(checkpoint)
+    transformers_model.probe(checkpoint)
     assert (torch.get_default_dtype(), logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
     assert not torch.empty_like(torch.empty(2, device="meta"), device="cpu").is_meta
     assert "".join(capfd.readouterr()) == ""
@@ -340,10 +342,10 @@ def test_the_process_is_as_before(built, capfd):
 
 def test_probes_of_two_threads_do_not_mix(built):
     checkpoints = [read_checkpoint(built(family)) for family in ("llama", "qwen3")]
-    found: dict[int, hf.Probe] = {}
+    found: dict[int, transformers_model.Probe] = {}
 
     def work(place: int) -> None:
-        found[place] = hf.probe(checkpoints[place % 2], "bfloat16" if place % 2 else "float16")
+        found[place] = transformers_model.probe(checkpoints[place % 2], "bfloat16" if place % 2 else "float16")
 
     threads = [threading.Thread(target=work, args=(place,)) for place in range(4)]
     for thread in threads:
@@ -366,9 +368,9 @@ def test_a_probe_starts_no_thread_and_fills_no_parameter(built, tmp_path, monkey
     for name in ("normal_", "ones_", "zeros_"):
         monkeypatch.setitem(initialization.TORCH_INIT_FUNCTIONS, name, lambda *a, **k: filled.append(a))
     for folder in (built("llama"), tmp_path):
-        hf.probe(read_checkpoint(folder))
+        transformers_model.probe(read_checkpoint(folder))
     assert not filled
-    assert hf.NO_THREADS not in os.environ
+    assert transformers_model.NO_THREADS not in os.environ
 
 
 def test_declared_shapes_are_those_of_the_files(built, tmp_path):
@@ -376,7 +378,7 @@ def test_declared_shapes_are_those_of_the_files(built, tmp_path):
         folder = tmp_path / family
         folder.mkdir()
         (folder / "config.json").write_text((built(family) / "config.json").read_text())
-        declared, real = hf.probe(read_checkpoint(folder)), hf.probe(read_checkpoint(built(family)))
+        declared, real = transformers_model.probe(read_checkpoint(folder)), transformers_model.probe(read_checkpoint(built(family)))
         sizes = [{n: (t.shape, t.dtype) for n, t in tensors_of(p.model).items()} for p in (declared, real)]
         assert sizes[0] == sizes[1]
         assert declared.ties == real.ties and set(declared.sources) == set(real.sources)
@@ -389,24 +391,24 @@ def test_declared_shapes_are_those_of_the_files(built, tmp_path):
 def test_the_linears_left_alone_are_stock_s(family, built):
     reference = stock.load_stock(built(family), "nf4")
     converted = {path for path, module in reference.named_modules() if type(module).__name__ == "Linear4bit"}
-    model = hf.probe(read_checkpoint(built(family))).model
-    left = hf.stock_unquantized(model, "nf4")
+    model = transformers_model.probe(read_checkpoint(built(family))).model
+    left = transformers_model.stock_unquantized(model, "nf4")
     linears = {path for path, module in model.named_modules() if type(module) is nn.Linear}
     assert linears - set(left) == converted and all(left.values())
-    assert hf.stock_unquantized(model, "none") == {}
+    assert transformers_model.stock_unquantized(model, "none") == {}
 
 
 def test_int8_leaves_the_same_linears_alone(built):
     reference = stock.load_stock(built("gemma4"), "int8")
     converted = {path for path, module in reference.named_modules() if type(module).__name__ == "Linear8bitLt"}
-    model = hf.probe(read_checkpoint(built("gemma4"))).model
+    model = transformers_model.probe(read_checkpoint(built("gemma4"))).model
     linears = {path for path, module in model.named_modules() if type(module) is nn.Linear}
-    assert linears - set(hf.stock_unquantized(model, "int8")) == converted
+    assert linears - set(transformers_model.stock_unquantized(model, "int8")) == converted
 
 
 def test_two_different_ends_of_a_tie_are_both_left_alone(tmp_path):
     folder = edited(pico.build("qwen3", tmp_path), lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 2}))
-    assert set(hf.stock_unquantized(hf.probe(read_checkpoint(folder)).model, "nf4")) == {"lm_head"}
+    assert set(transformers_model.stock_unquantized(transformers_model.probe(read_checkpoint(folder)).model, "nf4")) == {"lm_head"}
 
 
 @pytest.mark.parametrize("quant", ["nf4", "nf4-dq", "int8"])
@@ -414,7 +416,7 @@ def test_packed_weights_are_leaves_of_their_logical_shape(quant, built, tmp_path
     stock.load_stock(built("gemma3"), quant).save_pretrained(tmp_path)
     checkpoint = read_checkpoint(tmp_path)
     packed = split_packed(checkpoint)[1]
-    probe, plain = hf.probe(checkpoint), hf.probe(read_checkpoint(built("gemma3")))
+    probe, plain = transformers_model.probe(checkpoint), transformers_model.probe(read_checkpoint(built("gemma3")))
     assert len(packed) > 20
     assert probe.unexpected == ()
     leaves = {name: source.leaves[0] for name, source in probe.sources.items() if source.leaves[0] in packed}
@@ -427,7 +429,7 @@ def test_packed_weights_are_leaves_of_their_logical_shape(quant, built, tmp_path
 
 
 def test_a_folder_without_a_tokenizer_or_processor_says_so(built, tmp_path):
-    for load, what in ((hf.load_tokenizer, "tokenizer"), (hf.load_processor, "processor")):
+    for load, what in ((transformers_model.load_tokenizer, "tokenizer"), (transformers_model.load_processor, "processor")):
         error = raised(CheckpointError, load, built("gemma4"), match="has no tokenizer files")
         assert error.path == str(built("gemma4"))
         broken = pico.build("gemma4", tmp_path / what)
@@ -439,7 +441,7 @@ def test_a_folder_without_a_tokenizer_or_processor_says_so(built, tmp_path):
 def test_a_broken_generation_config_is_refused(tmp_path):
     folder = pico.build("llama", tmp_path)
     (folder / "generation_config.json").write_text("{")
-    assert raised(CheckpointError, hf.read_generation_config, folder).path.endswith("generation_config.json")
+    assert raised(CheckpointError, transformers_model.read_generation_config, folder).path.endswith("generation_config.json")
 
 
 class CountedTokenizer:

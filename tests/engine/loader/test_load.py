@@ -20,7 +20,7 @@ from tests.raised import raised, raising, refused
 from trimtab.engine import model as model_module
 from trimtab.engine.layers import leaves
 from trimtab.engine.loader import load
-from trimtab.engine.tiers import streaming as tiers
+from trimtab.engine.tiers import streaming
 from trimtab.engine.tiers.streaming import in_pass
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError
 from trimtab.planning.values.copy_order import CopyOrder, Piece
@@ -124,7 +124,7 @@ def test_a_pass_that_is_copied_piece_by_piece_equals_resident(family, slots, bui
         with in_pass(streamer, entered=order):
             assert torch.equal(scores(model), reference)
         groups = list(dict.fromkeys(piece.block for piece in order))
-        assert tiers.is_cycle(order)
+        assert streaming.is_cycle(order)
         for _ in range(2):
             before, entered = streamer.copied_bytes, []
             with in_pass(streamer, order, entered=entered):
@@ -212,7 +212,7 @@ def test_a_failed_load_gives_everything_back(built, monkeypatch):
         calls.append(1)
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(tiers.GroupWriter, "finish", fail)
+    monkeypatch.setattr(streaming.GroupWriter, "finish", fail)
     with pytest.raises(RuntimeError, match="planted"):
         trimtab.load(plan)
     gc.collect()
@@ -220,8 +220,8 @@ def test_a_failed_load_gives_everything_back(built, monkeypatch):
 
 
 def test_a_load_that_fails_after_its_last_block_closes_what_streams(built, monkeypatch):
-    closed, close = [], tiers.Streamer.close
-    monkeypatch.setattr(tiers.Streamer, "close", lambda streamer: (closed.append(streamer), close(streamer)))
+    closed, close = [], streaming.Streamer.close
+    monkeypatch.setattr(streaming.Streamer, "close", lambda streamer: (closed.append(streamer), close(streamer)))
 
     monkeypatch.setattr(load._Filler, "_check_nothing_left", raising(CheckpointError("no", path="a")))
     with pytest.raises(CheckpointError):
@@ -370,8 +370,8 @@ def test_a_model_without_a_weight_outside_of_its_layers_answers(tmp_path):
 
 
 def test_a_missing_processor_is_looked_for_once(tmp_path, monkeypatch):
-    reads, own = [], model_module.hf_processor.load_processor
-    monkeypatch.setattr(model_module.hf_processor, "load_processor", lambda folder: reads.append(folder) or own(folder))
+    reads, own = [], model_module.load_processor
+    monkeypatch.setattr(model_module, "load_processor", lambda folder: reads.append(folder) or own(folder))
     with trimtab.load(pico.build("llama", tmp_path), quant="none", context=32, device="cpu") as model:
         for _ in range(3):
             assert len(model.answer_inputs(model.prepare([5, 6, 7]), GenerateRequest(max_new_tokens=2)).token_ids) == 2

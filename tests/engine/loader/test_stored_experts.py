@@ -16,7 +16,7 @@ from transformers.integrations.gguf.dequant import dequantize as dequantize_ggml
 
 import trimtab
 from tests import gguf_files, pico, quantized_files
-from tests.engine.kernels import test_experts as experts_on_cpu
+from tests.engine.kernels import test_experts
 from tests.engine.lora.test_experts import NEAR, answered, loaded, of_peft
 from tests.engine.lora.test_routers import IDS, gap, logprobs, of_model
 from tests.long_runs import slow_on_cpu
@@ -191,13 +191,13 @@ def test_a_plan_for_a_card_counts_them_and_says_how_steps_run(root: Path) -> Non
 @pytest.mark.parametrize("form", ["q4_k", "ct-int4", "fp8-128"])
 def test_kernels_of_steps_read_them(form: str, root: Path) -> None:
     torch.manual_seed(3)
-    module = experts_on_cpu.kernels()
+    module = test_experts.kernels()
     with loaded(files(form, root)[0], {}, quant="auto", dtype="bfloat16") as model:
         own = next(vars(one)["stacks"] for one in model.hf_model.modules() if "stacks" in vars(one))
         mixture = Mixture(own["gate_up_proj"], own["down_proj"], "silu")
-        x, index, weights, tables = experts_on_cpu.case(mixture, 3, 2, torch.bfloat16, slots=(0, 1, 2, -1))
+        x, index, weights, tables = test_experts.case(mixture, 3, 2, torch.bfloat16, slots=(0, 1, 2, -1))
         out = experts(x, index, weights, mixture, torch.full_like(x, torch.nan), lora=tables, module=module)
-        exact = experts_on_cpu.exact(x, index, weights, mixture, tables)
+        exact = test_experts.exact(x, index, weights, mixture, tables)
     assert relative_error(out, exact) < CHECK_ERROR[torch.bfloat16]
 
 

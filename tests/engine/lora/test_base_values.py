@@ -9,8 +9,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from tests.anatomies import e_series
-from trimtab.engine.formats import int8_head as head8
-from trimtab.engine.formats import weights
+from trimtab.engine.formats import int8_head, weights
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.packed import Packed, keep
 from trimtab.engine.layers import leaves
@@ -30,7 +29,7 @@ def packed_of(kind, rows, columns, dtype=torch.bfloat16):
     if kind == "none":
         return keep(weight)
     if kind == HEAD8:
-        q, scale = head8.quantize_rows(weight)
+        q, scale = int8_head.quantize_rows(weight)
         return Packed(HEAD8, (rows, columns), dtype, {"weight": q, "scale": scale}, {})
     return quantize(weight, kind)
 
@@ -78,7 +77,7 @@ def taken_bytes(profiled):
 @pytest.mark.parametrize("kind", [*KINDS, "table"])
 def test_a_piece_takes_what_the_plan_counts_and_leaves_nothing_but_results(kind, monkeypatch):
     monkeypatch.setattr(base_values, "NORM_VALUES", PIECE)
-    monkeypatch.setattr(head8, "HEAD_CHUNK_VALUES", PIECE // 4)
+    monkeypatch.setattr(int8_head, "HEAD_CHUNK_VALUES", PIECE // 4)
     monkeypatch.setattr(activations, "ADAPTER_PIECE_VALUES", PIECE)
     counted = activations.adapter_piece_bytes.__wrapped__(e_series("E2B"))
     model, targets, tensors = model_with(kind)

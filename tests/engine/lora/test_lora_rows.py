@@ -16,7 +16,7 @@ from tests.engine.lora.toy_lora import IDS, WIDTH, Toy, make_adapter, ours, put_
 from tests.raised import raised, refused
 from trimtab.adapters.adapter import read_adapter
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora import layers
 from trimtab.engine.lora.layers import SavedModule, attach_fitted, detach, fit
 from trimtab.engine.lora.store import AdapterStore, Holders
 from trimtab.errors import AdapterError
@@ -90,8 +90,8 @@ def test_each_row_equals_the_same_row_with_its_adapter_alone(rows: list[str | No
 def test_rows_without_an_adapter_are_not_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model, store = three_adapters(tmp_path)
     seen: list[int] = []
-    apply = lora.LinearAdapter.apply
-    monkeypatch.setattr(lora.LinearAdapter, "apply", lambda self, leaf, x, y: seen.append(len(x)) or apply(self, leaf, x, y))
+    apply = layers.LinearAdapter.apply
+    monkeypatch.setattr(layers.LinearAdapter, "apply", lambda self, leaf, x, y: seen.append(len(x)) or apply(self, leaf, x, y))
     store.set_rows([None, "b", None])
     with torch.no_grad():
         model(IDS)

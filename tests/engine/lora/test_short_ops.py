@@ -21,13 +21,12 @@ from tests.long_runs import crossed
 from trimtab.engine.decode import decode_step
 from trimtab.engine.kv.kv_cache import step_masks
 from trimtab.engine.layers.leaves import ResidentLeaf
-from trimtab.engine.lora import fewer_ops as short_ops
+from trimtab.engine.lora import fewer_ops, mixes
 from trimtab.engine.lora import layers as lora
-from trimtab.engine.lora import mixes
 from trimtab.engine.lora.fewer_ops import ShortAdapters, ShortOps
 from trimtab.engine.lora.store import EAGER, AdapterStore, Holders
 
-if short_ops.why_not(torch.device("cpu")) is not None:
+if fewer_ops.why_not(torch.device("cpu")) is not None:
     pytest.skip("this torch has no RMS norm of one operation", allow_module_level=True)
 
 CPU = torch.device("cpu")
@@ -120,7 +119,7 @@ def test_a_norm_takes_the_form_that_rounds_as_it_does(kind, options, form, most,
     with short.step():
         found = model[0](x)
         count = sum(operations(lambda: model[0](x)).values())
-    assert short_ops.why_other(found, expected, roundings=short_ops.ROUNDINGS[form]) is None and told == []
+    assert fewer_ops.why_other(found, expected, roundings=fewer_ops.ROUNDINGS[form]) is None and told == []
     # In float32 before and after the weight are the same.
     wanted = "inside" if dtype == torch.float32 and form == "after" else form
     assert list(short.proved.values()) == [wanted]
@@ -164,13 +163,13 @@ def test_values_that_are_rounded_elsewhere_or_with_another_eps_are_told_apart(dt
     weight = torch.randn(WIDTH, generator=torch.Generator().manual_seed(4)).to(dtype)
     expected = Gemma4RMSNorm(WIDTH)
     expected.weight = nn.Parameter(weight, requires_grad=False)
-    right = short_ops.FORMS["inside"](x, weight, None, 1e-6)
-    assert short_ops.why_other(right, expected(x)) is None
-    assert short_ops.why_other(short_ops.FORMS["inside"](x, weight, None, 1e-2), expected(x)) is not None
-    rounded = short_ops.why_other(short_ops.FORMS["after"](x, weight, None, 1e-6), expected(x))
+    right = fewer_ops.FORMS["inside"](x, weight, None, 1e-6)
+    assert fewer_ops.why_other(right, expected(x)) is None
+    assert fewer_ops.why_other(fewer_ops.FORMS["inside"](x, weight, None, 1e-2), expected(x)) is not None
+    rounded = fewer_ops.why_other(fewer_ops.FORMS["after"](x, weight, None, 1e-6), expected(x))
     assert (rounded is None) == (dtype == torch.float32)
-    assert "not finite" in short_ops.why_other(right * float("nan"), expected(x))
-    assert "not torch" in short_ops.why_other(right.double(), expected(x))
+    assert "not finite" in fewer_ops.why_other(right * float("nan"), expected(x))
+    assert "not torch" in fewer_ops.why_other(right.double(), expected(x))
 
 
 @pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
@@ -180,8 +179,8 @@ def test_a_value_that_moved_by_one_step_moves_a_rounded_product_by_up_to_two(dty
     count = round(1 / torch.finfo(dtype).eps)
     values, above = ((one + torch.arange(first, first + count).short()).view(dtype) for first in (0, 1))
     products, moved = values[:, None] * values, above[:, None] * values
-    steps = (short_ops._ordered(moved) - short_ops._ordered(products)).abs()
-    assert int(steps.max()) == short_ops.ROUNDINGS["after"] == 2 and 0.1 < float((steps == 2).float().mean()) < 0.13
+    steps = (fewer_ops._ordered(moved) - fewer_ops._ordered(products)).abs()
+    assert int(steps.max()) == fewer_ops.ROUNDINGS["after"] == 2 and 0.1 < float((steps == 2).float().mean()) < 0.13
 
 
 @pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
@@ -193,11 +192,11 @@ def test_a_norm_that_rounds_before_its_weight_is_its_formula_in_float64(dtype):
     nn.init.normal_(module.weight, generator=generator)
     wide = x.double()
     exact = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
-    for own in (module(x), short_ops.FORMS["after"](x, module.weight, None, module.variance_epsilon)):
-        assert short_ops.why_other(own, module.weight * exact.to(dtype), roundings=2) is None
+    for own in (module(x), fewer_ops.FORMS["after"](x, module.weight, None, module.variance_epsilon)):
+        assert fewer_ops.why_other(own, module.weight * exact.to(dtype), roundings=2) is None
         # A weight inside is another function, however many steps are allowed.
         inside = (module.weight.double() * exact).to(dtype)
-        assert "% of the values" in short_ops.why_other(own, inside, roundings=2)
+        assert "% of the values" in fewer_ops.why_other(own, inside, roundings=2)
 
 
 def test_a_norm_that_rounds_before_its_weight_keeps_its_form_where_its_sum_has_another_order():
@@ -218,7 +217,7 @@ def test_a_norm_that_rounds_before_its_weight_keeps_its_form_where_its_sum_has_a
 def test_whole_numbers_count_the_values_of_a_type_across_zero():
     x = torch.tensor([-1.0, -(2.0**-126), -0.0, 0.0, 1.0], dtype=torch.bfloat16)
     up = torch.tensor([-0.99609375, 0.0, 0.0, 0.0, 1.0078125], dtype=torch.bfloat16)
-    steps = short_ops._ordered(up) - short_ops._ordered(x)
+    steps = fewer_ops._ordered(up) - fewer_ops._ordered(x)
     assert steps.tolist() == [1, 128, 0, 0, 1]
 
 
@@ -242,7 +241,7 @@ def test_a_norm_of_an_adapter_is_computed_with_the_adapters_weight(tmp_path):
         with short.step():
             found = model.norm(x)
             assert "forward" in vars(own)
-        assert short_ops.why_other(found, expected) is None
+        assert fewer_ops.why_other(found, expected) is None
     assert not torch.equal(x, found)
 
 
@@ -282,7 +281,7 @@ def test_everything_is_as_it_was_after_a_step(fails):
 
 
 def test_a_torch_without_a_kernel_for_norms_is_named_and_adapters_are_short_all_the_same(monkeypatch):
-    monkeypatch.setattr(short_ops, "why_not", lambda device: "no kernel")
+    monkeypatch.setattr(fewer_ops, "why_not", lambda device: "no kernel")
     model, store, told = nn.ModuleList([LlamaRMSNorm(WIDTH)]), AdapterStore(), []
     short = short_of(model, told, store)
     with short.step():
@@ -390,11 +389,11 @@ def test_rows_next_to_each_other_are_few_products(tmp_path, monkeypatch):
     model, store = four_adapters(tmp_path, "nf4", torch.bfloat16)
 
     def runs(rows):
-        return list(short_ops._runs([None if name is None else model.up.adapters[name] for name in rows]))
+        return list(fewer_ops._runs([None if name is None else model.up.adapters[name] for name in rows]))
 
     assert runs([None, "a", "a", None, "b"]) == [(1, 3), (4, 5)]
     assert runs(["a", "b", "a", "rank", "a"]) == [(0, 3), (3, 4), (4, 5)] and runs([None, None]) == []
-    monkeypatch.setattr(short_ops, "STACK_BYTES", 0)
+    monkeypatch.setattr(fewer_ops, "STACK_BYTES", 0)
     assert runs(["a", "a", "b", "b"]) == [(0, 2), (2, 4)]
     # Many single rows of few adapters: gathering each adapter's rows is shorter.
     for pairs in (3, 8):

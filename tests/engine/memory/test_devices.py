@@ -14,7 +14,7 @@ from tests.raised import refused
 from trimtab.engine.memory import rates as devices
 from trimtab.machine import machine_cache, memory
 from trimtab.planning import Rates
-from trimtab.process import user_cache as own_folder
+from trimtab.process import user_cache
 
 MIB = 2**20
 MEASURED = Rates(host_Bps=7e9)
@@ -143,7 +143,7 @@ def test_a_disk_that_does_not_exist_is_refused(monkeypatch):
 def cache(tmp_path, monkeypatch):
     """Count measurements and keep the cache in the test's folder."""
     calls = []
-    monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(user_cache, "user_cache_path", lambda name: tmp_path / name)
     monkeypatch.setattr(devices, "_measure", lambda device: calls.append(str(device)) or MEASURED)
     monkeypatch.setattr(devices, "_cpu_is_busy", lambda: False)  # it computes for a while
     return calls
@@ -216,7 +216,7 @@ def test_without_the_cache_they_are_measured_every_time_and_nothing_is_written(c
 def test_a_damaged_cache_is_measured_again_and_replaced(damaged, has_digest, cache):
     file = file_of()
     if has_digest:
-        own_folder.write_own(file, file.name, damaged.encode("latin-1"))
+        user_cache.write_own(file, file.name, damaged.encode("latin-1"))
     else:
         file.write_text(damaged, encoding="latin-1")
     assert devices.measure_rates("cpu") == MEASURED and devices.measure_rates("cpu") == MEASURED

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trimtab.engine.cuda import nvrtc as capturing
+from trimtab.engine.cuda import nvrtc
 from trimtab.engine.memory import graph_cache
 from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Policy
 from trimtab.errors import DeviceError, RequestError
@@ -91,19 +91,19 @@ def test_the_allocator_is_told_that_a_capture_which_fails_is_over(cuda, monkeypa
 def test_a_thread_that_waits_for_the_device_waits_for_a_capture_first(monkeypatch):
     done, begun, may_end = [], threading.Event(), threading.Event()
     stream = SimpleNamespace(wait_stream=lambda other: None)
-    streams = capturing.CaptureStreams()
-    monkeypatch.setattr(capturing, "of_this_process", lambda: streams)
+    streams = nvrtc.CaptureStreams()
+    monkeypatch.setattr(nvrtc, "of_this_process", lambda: streams)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("waited"))
 
     def capture():
-        with capturing.side_stream(CUDA):
+        with nvrtc.side_stream(CUDA):
             begun.set()
             may_end.wait(10)
             done.append("captured")
 
-    threads = [threading.Thread(target=capture), threading.Thread(target=capturing.wait_for_all, args=(CUDA,))]
+    threads = [threading.Thread(target=capture), threading.Thread(target=nvrtc.wait_for_all, args=(CUDA,))]
     threads[0].start()
     assert begun.wait(10)
     threads[1].start()
@@ -112,7 +112,7 @@ def test_a_thread_that_waits_for_the_device_waits_for_a_capture_first(monkeypatc
     for thread in threads:
         thread.join(10)
     assert done == ["captured", "waited"]
-    capturing.wait_for_all(torch.device("cpu"))
+    nvrtc.wait_for_all(torch.device("cpu"))
     assert len(done) == 2
 
 
@@ -133,8 +133,8 @@ def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    streams = capturing.CaptureStreams()
-    monkeypatch.setattr(capturing, "of_this_process", lambda: streams)
+    streams = nvrtc.CaptureStreams()
+    monkeypatch.setattr(nvrtc, "of_this_process", lambda: streams)
     ended = []
 
     class Node:
@@ -149,11 +149,11 @@ def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch):
 
     assert garbage(), "the collector runs by itself"
     ended.clear()
-    with capturing.side_stream("cuda:0"), capturing.side_stream("cuda:0"):
+    with nvrtc.side_stream("cuda:0"), nvrtc.side_stream("cuda:0"):
         assert garbage() == 0
     assert gc.isenabled()
     gc.collect()
-    with pytest.raises(RuntimeError, match="refused"), capturing.side_stream("cuda:0"):
+    with pytest.raises(RuntimeError, match="refused"), nvrtc.side_stream("cuda:0"):
         raise RuntimeError("refused")
     assert gc.isenabled()
 

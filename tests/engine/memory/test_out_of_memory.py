@@ -16,9 +16,9 @@ from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.cuda.check_cache import CardEntries
-from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.formats import int8_head
 from trimtab.engine.kernels.selfcheck import KernelFamily
-from trimtab.engine.loader import head_kernel as head8_choice
+from trimtab.engine.loader import head_kernel
 from trimtab.engine.lora.store import AttachedAdapter, Holders
 from trimtab.engine.memory import graph_cache
 from trimtab.engine.memory.graph_cache import GraphCache
@@ -106,10 +106,10 @@ def test_kernels_are_not_left_out_for_want_of_memory(exc, monkeypatch):
     lost = raising(DeviceError("no", device="cuda:0"))
     assert KernelFamily("products", (), lost, lambda module: None).choose(CardEntries(), left_out, {}) is None
     assert left_out == {"products": "cuda:0: no"}
-    monkeypatch.setattr(head8, "load", raising(exc))
+    monkeypatch.setattr(int8_head, "load", raising(exc))
     head = type("Leaf", (), {"bias": None, "dtype": torch.bfloat16, "packed": lambda self: type("P", (), {"parts": _parts()})()})()
     with pytest.raises(type(exc)):
-        head8_choice.choose(head)
+        head_kernel.choose(head)
 
 
 def _parts():

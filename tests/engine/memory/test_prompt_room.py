@@ -23,7 +23,7 @@ from tests.engine.prefill.test_prefill import (
     replayed,  # noqa: F401
 )
 from tests.planning.values.test_execution import E4B, GIB, MIB, plan
-from trimtab.engine.memory import shared_pool as prompt_room
+from trimtab.engine.memory import shared_pool
 from trimtab.engine.memory.reserve import torch_bytes
 from trimtab.engine.memory.shared_pool import LEAST_SHARE, LEFT_BYTES, PrefillMemoryPool, room_of
 from trimtab.planning.memory.prompts import room_bytes
@@ -78,7 +78,7 @@ def device(monkeypatch, knows_what_lives):
 
     if knows_what_lives:
         monkeypatch.setattr(torch._C, "_cuda_checkPoolLiveAllocations", lives, raising=False)
-    monkeypatch.setattr(prompt_room, "wait_for_all", lambda _: None)
+    monkeypatch.setattr(shared_pool, "wait_for_all", lambda _: None)
 
     def empty(count, *, dtype, device):
         if state["fails"]:
@@ -92,8 +92,8 @@ def device(monkeypatch, knows_what_lives):
     monkeypatch.setattr(torch.cuda, "device", here)
     monkeypatch.setattr(torch.cuda, "stream", here)
     monkeypatch.setattr(PrefillMemoryPool, "_call_libraries", lambda _: None)
-    monkeypatch.setattr(prompt_room.torch, "empty", empty)
-    monkeypatch.setattr(prompt_room, "side_stream", here)
+    monkeypatch.setattr(shared_pool.torch, "empty", empty)
+    monkeypatch.setattr(shared_pool, "side_stream", here)
     monkeypatch.setattr(PrefillMemoryPool, "using", here)
 
     class Graphs:
@@ -103,8 +103,8 @@ def device(monkeypatch, knows_what_lives):
         def record(self, side, run):
             return object(), None
 
-    monkeypatch.setattr(prompt_room, "GraphCache", Graphs)
-    monkeypatch.setattr(prompt_room.torch, "zeros", lambda *shape, dtype, device: type("Mark", (), {"zero_": None})())
+    monkeypatch.setattr(shared_pool, "GraphCache", Graphs)
+    monkeypatch.setattr(shared_pool.torch, "zeros", lambda *shape, dtype, device: type("Mark", (), {"zero_": None})())
     return state
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.planning.values.test_execution import GIB, MIB, plan
-from trimtab.engine.memory import reserve as transient_room
+from trimtab.engine.memory import reserve
 from trimtab.engine.memory.reserve import LEFT_BYTES, take, torch_bytes
 from trimtab.planning import Plan
 
@@ -28,7 +28,7 @@ def device(monkeypatch):
             raise torch.OutOfMemoryError("no")
         state["taken"].append(count)
 
-    monkeypatch.setattr(transient_room.torch, "empty", empty)
+    monkeypatch.setattr(reserve.torch, "empty", empty)
     return state
 
 

@@ -12,7 +12,7 @@ from tests.engine.prefill.test_prefill import ON_GPU, REQUEST, TOLERANCE, answer
 from tests.engine.prefill.test_prefix_cache import keeping
 from tests.lent import lent
 from tests.long_runs import crossed
-from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import kv_cache
 from trimtab.engine.prefill.packing import ADAPTER_INSIDE, PACKED_WEIGHTS, choose_shape
 from trimtab.engine.prefill.rows import ends_in_step
 from trimtab.errors import RequestError
@@ -128,7 +128,7 @@ def test_its_states_are_kept_behind_the_step_and_the_same_prompt_resumes_from_th
         assert differ(found, expected[0]) < TOLERANCE
         assert cache.store.counts["added"] > added
         batch.leave(row)
-        has_rings = bool(hf_slots.windows(model.hf_model, 96))
+        has_rings = bool(kv_cache.windows(model.hf_model, 96))
         again = opened(batch, model.prepare(asked))
         assert again.row.cached_tokens == (29 if has_rings else 24) and again.is_open is not has_rings
         if again.is_open:

@@ -34,7 +34,7 @@ from tests.engine.prefill.test_prefill import (  # noqa: F401
 from tests.lent import lent
 from trimtab.demo.demo import ADAPTERS
 from trimtab.engine.batch.batch import Batch
-from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels import dequantize
 from trimtab.engine.kernels.dequantize import PromptKernels, wrong_add_rows
 from trimtab.engine.prefill import packing as packed_prompts
 from trimtab.engine.prefill.packing import ADAPTER_INSIDE, choose_shape, shapes_of
@@ -287,7 +287,7 @@ def test_rows_with_adapters_of_their_own_are_the_sum_of_their_products(dtype):
 
 
 def test_a_kernel_that_gives_rows_the_next_ones_adapter_is_named():
-    source = prompt_kernels.source().replace("blockIdx.y * tile / tokens", "blockIdx.y * tile / tokens / 2")
+    source = dequantize.source().replace("blockIdx.y * tile / tokens", "blockIdx.y * tile / tokens / 2")
     assert "relative error" in wrong_add_rows(cpu_module(source=source), torch.bfloat16, tokens=(16,))
 
 

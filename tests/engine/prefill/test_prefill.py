@@ -28,15 +28,14 @@ from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.calls.embedding import Embedding, PromptScores
-from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import kv_cache
 from trimtab.engine.kv.sequence import Inputs
-from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.loader import transformers_model
 from trimtab.engine.memory.graph_cache import GraphCache
-from trimtab.engine.passes import chunk_forward as hf_prefill
-from trimtab.engine.passes import media_embeddings as hf_prompt_media
+from trimtab.engine.passes import chunk_forward, media_embeddings
 from trimtab.engine.passes.chunk_forward import Chunk, chunks_of
 from trimtab.engine.passes.media_embeddings import Media
-from trimtab.engine.prefill import prefill as prefill_graphs
+from trimtab.engine.prefill import prefill
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.engine.prefill.stock_pass import whole_pass
 from trimtab.errors import RequestError
@@ -75,7 +74,7 @@ def eager(model, rows=1):
 def in_chunks(model, sizes, rows=1):
     skip_without_rings(model)
     # Steps as transformers runs them: prompts alone are in question. States of recurrent layers need the kernels' way.
-    batch = Batch(model, rows=rows, decode="fused" if hf_slots.keeps_states(model.hf_model) else "eager")
+    batch = Batch(model, rows=rows, decode="fused" if kv_cache.keeps_states(model.hf_model) else "eager")
     batch.prompts = PrefillRunner(batch, "auto" if ON_GPU else "static", sizes)
     assert batch.prompts.sizes == tuple(sizes)
     return batch
@@ -214,13 +213,13 @@ def test_a_picture_beside_every_border_of_a_chunk_is_the_picture(family):
             expected = answered(whole, inputs)
             for _ in range(3 if ON_GPU else 1):
                 assert differ(answered(batch, inputs), expected) < TOLERANCE, before
-            media = hf_prompt_media.media_of(model.hf_model, inputs.tensors)
+            media = media_embeddings.media_of(model.hf_model, inputs.tensors)
             seen = [place for place, token in enumerate(inputs.token_ids) if token == pico.IMAGE]
             ends = [chunk.start for chunk in chunks_of(inputs.prompt_tokens, (8, 16), may_end_at=media.may_end_at)]
             split += any(seen[0] < end <= seen[-1] for end in ends)
             looks_ahead += bool(media.masks)
         assert looks_ahead == (len(BEFORE) if family in ("gemma3", "gemma4_dense") else 0)
-        assert (split == 0) == bool(looks_ahead) == hf_prompt_media.images_look_ahead(model.hf_model.config)
+        assert (split == 0) == bool(looks_ahead) == media_embeddings.images_look_ahead(model.hf_model.config)
         assert not named(batch)
 
 
@@ -543,7 +542,7 @@ def test_a_replay_that_computes_something_else_is_not_used(demo, replayed, monke
 @pytest.mark.skipif(ON_GPU, reason="stands for what a GPU does")
 def test_tables_that_the_device_cannot_read_are_staged(demo, replayed):
     batch = captured(demo, (16, 64))
-    gathered = [module for module in demo.hf_model.modules() if isinstance(module, prefill_graphs.leaves.GatheredTable)]
+    gathered = [module for module in demo.hf_model.modules() if isinstance(module, prefill.leaves.GatheredTable)]
     assert gathered
     seen = [vars(table)["seen"] for table in gathered]
     try:
@@ -600,7 +599,7 @@ def test_more_rows_than_planned_capture_prompts_where_the_plan_leaves_room(demo,
     monkeypatch.setattr(batch.steps._choice, "is_captured", False)
     prompts = batch.prompts
     prompts.captures = True
-    every, before = tuple(size for size in hf_prefill.CHUNKS if size <= 384), demo.plan
+    every, before = tuple(size for size in chunk_forward.CHUNKS if size <= 384), demo.plan
     assert every == (16, 64, 128, 256)
     cases = [(every, every), ((64, 128, 256), every[1:]), ((256,), (256,)), ((128,), (128,))]
     for fitting, sizes in cases:
@@ -642,7 +641,7 @@ def test_the_largest_chunk_that_fits_comes_first():
 
 def test_bytes_of_captured_prompts_grow_with_what_is_captured(tmp_path):
     folder = pico.e_series("e4b", tmp_path)
-    anatomy = hf.read_anatomy(read_checkpoint(folder), quant="nf4-dq", dtype="bfloat16")
+    anatomy = transformers_model.read_anatomy(read_checkpoint(folder), quant="nf4-dq", dtype="bfloat16")
     request = LoadRequest(model=str(folder), quant="nf4-dq", context_tokens=2048)
     use = use_of(request, anatomy, answer_tokens=256)
 
@@ -691,11 +690,11 @@ def test_positions_and_values_of_images_that_do_not_fit_are_named(monkeypatch):
         def forward(self, **_):
             return self.decoder(inputs_embeds=torch.zeros(1, 4, 8), **self.given)
 
-    monkeypatch.setattr(hf_prompt_media.hf_slots, "prompt_cache", lambda model: None)
+    monkeypatch.setattr(media_embeddings.kv_cache, "prompt_cache", lambda model: None)
     where = torch.tensor([[False, True, False, False]])
     for given, words in (
         ({"position_ids": torch.zeros(3, 1, 3)}, r"positions of shape \[3, 3\] for 4 tokens"),
         ({"deepstack_visual_embeds": [torch.zeros(2, 8)], "visual_pos_masks": where}, "layer 0 adds 2 values at 1 places"),
     ):
         with pytest.raises(RuntimeError, match=words):
-            hf_prompt_media.media_of(Model(**given), {})
+            media_embeddings.media_of(Model(**given), {})

@@ -19,7 +19,7 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.chat.control_tokens import turns_of
 from trimtab.engine.chat.marks import marks_of
-from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import kv_cache
 from trimtab.engine.kv.prefix_store import Mark, PrefixKey
 from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.engine.prefill.prefix_cache import PrefixCache, Prefixes
@@ -63,7 +63,7 @@ BATCHES = {
 def test_the_second_turn_of_a_chat_computes_what_is_new_and_says_the_same(family, how):
     with lent(family) as model:
         plain = BATCHES[how](model)
-        has_rings = any(one.is_sliding for one in hf_slots.prompt_cache(model.hf_model).layers)
+        has_rings = any(one.is_sliding for one in kv_cache.prompt_cache(model.hf_model).layers)
         cache = keeping(model)
         batch = BATCHES[how](model)
         first = answer(batch, model.prepare(ids(27)))
@@ -534,7 +534,7 @@ def test_recurrent_layers_are_named():
     from transformers import Qwen3NextConfig
 
     config = Qwen3NextConfig(num_hidden_layers=4, hidden_size=64, num_attention_heads=2, num_key_value_heads=2)
-    why = hf_slots.why_not(SimpleNamespace(config=config))
+    why = kv_cache.why_not(SimpleNamespace(config=config))
     assert why is not None and why.startswith("layer 0 keeps a LinearAttention")
 
 

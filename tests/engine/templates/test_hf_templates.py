@@ -15,7 +15,7 @@ import trimtab
 from tests import talking, talking_families, tool_templates
 from tests.raised import raised
 from trimtab.engine.chat.answer_forms import form_of
-from trimtab.engine.templates import costs as template_costs
+from trimtab.engine.templates import costs
 from trimtab.engine.templates.budget import render
 from trimtab.engine.templates.costs import MAX_DEPTH, MAX_TEMPLATE_CHARS
 from trimtab.errors import CheckpointError
@@ -111,8 +111,8 @@ def test_the_text_of_every_operation_is_no_error():
 
 
 def test_a_long_chat_adds_to_the_budget_of_a_template_that_looks_at_every_pair(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(template_costs, "MAX_STEPS", 100)
-    monkeypatch.setattr(template_costs, "MAX_CHARS", 100)
+    monkeypatch.setattr(costs, "MAX_STEPS", 100)
+    monkeypatch.setattr(costs, "MAX_CHARS", 100)
     tokenizer.chat_template = (
         "{% for m in messages %}{% set ns = namespace(n=0) %}{% for o in messages[loop.index:] %}"
         "{% if o.role == 'user' %}{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}{{ m.content | trim }}{{ ns.n }}{% endfor %}"
@@ -262,13 +262,13 @@ def test_stock_transformers_in_the_same_process_stays_stock(tokenizer, tmp_path)
 
 
 def test_a_failure_is_not_compiled_again(tokenizer, tmp_path, monkeypatch):
-    from trimtab.engine.templates import budget as template_budget
+    from trimtab.engine.templates import budget
 
     tokenizer.chat_template = "{{ 'once' | nofilter }}"
     for _ in range(2):
         with pytest.raises(CheckpointError, match="No filter named 'nofilter'"):
             render(tokenizer, CHAT[:1], tmp_path)
-        monkeypatch.setattr(template_budget._Metered, "compile", lambda *args, **kwargs: pytest.fail("compiled again"))
+        monkeypatch.setattr(budget._Metered, "compile", lambda *args, **kwargs: pytest.fail("compiled again"))
 
 
 def test_run_reports_a_template_that_fails(tmp_path, capsys):

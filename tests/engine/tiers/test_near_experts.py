@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.kernels.test_experts import case, file_stack, kernels, mixture_of
-from trimtab.engine.kernels import experts as ours
+from trimtab.engine.kernels import experts
 from trimtab.engine.kernels.experts import Mixture
-from trimtab.engine.tiers import near_experts
-from trimtab.engine.tiers import reader as read
+from trimtab.engine.tiers import near_experts, reader
 from trimtab.engine.tiers.near_experts import NearWriter
 from trimtab.engine.tiers.reader import Arena
 from trimtab.errors import DeviceError
@@ -41,11 +40,11 @@ def driver(monkeypatch):
         raise RuntimeError("CUDA error: the refusal before")
 
     cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=played.locked.remove)
-    monkeypatch.setattr(read.torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(read.torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(read.torch, "zeros", zeros)
-    monkeypatch.setattr(read.torch, "as_tensor", lambda memory, device: played.makes(memory))
-    monkeypatch.setattr(read.nvrtc, "reads_registered_memory", lambda device: True)
+    monkeypatch.setattr(reader.torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(reader.torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(reader.torch, "zeros", zeros)
+    monkeypatch.setattr(reader.torch, "as_tensor", lambda memory, device: played.makes(memory))
+    monkeypatch.setattr(reader.nvrtc, "reads_registered_memory", lambda device: True)
     return played
 
 
@@ -61,7 +60,7 @@ def test_memory_is_locked_as_long_as_it_is_seen(driver):
         return memory.tensor.view(-1).view(torch.uint8)
 
     driver.makes = makes
-    seen = read.seen_by(source, GPU)
+    seen = reader.seen_by(source, GPU)
     assert seen.dtype == source.dtype and torch.equal(seen, source) and driver.locked == {source.data_ptr()}
     described = kept[0].__cuda_array_interface__
     assert (described["shape"], described["typestr"]) == ((source.nbytes,), "|u1")
@@ -73,7 +72,7 @@ def test_memory_is_locked_as_long_as_it_is_seen(driver):
 
 def test_a_refusal_is_not_left_for_the_next_kernel_to_report(driver):
     driver.refuses = True
-    assert read.seen_by(table(), GPU) is None and driver.flushed == 1 and driver.locked == set()
+    assert reader.seen_by(table(), GPU) is None and driver.flushed == 1 and driver.locked == set()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, ValueError])
@@ -82,22 +81,22 @@ def test_a_torch_that_makes_no_tensor_of_it_leaves_nothing_locked(driver, error)
         raise error("host memory")
 
     driver.makes = makes
-    assert read.seen_by(table(), GPU) is None
+    assert reader.seen_by(table(), GPU) is None
     gc.collect()
     assert driver.locked == set()
 
 
 def test_a_copy_is_not_taken_for_it(driver):
     driver.makes = lambda memory: memory.tensor.clone().view(-1).view(torch.uint8)
-    assert read.seen_by(table(), GPU) is None
+    assert reader.seen_by(table(), GPU) is None
     gc.collect()
     assert driver.locked == set()
 
 
 def test_nothing_is_locked_for_what_cannot_be_seen(driver, monkeypatch):
-    assert read.seen_by(table(), torch.device("cpu")) is None and read.seen_by(table().T, GPU) is None
-    monkeypatch.setattr(read.nvrtc, "reads_registered_memory", lambda device: False)
-    assert read.seen_by(table(), GPU) is None
+    assert reader.seen_by(table(), torch.device("cpu")) is None and reader.seen_by(table().T, GPU) is None
+    monkeypatch.setattr(reader.nvrtc, "reads_registered_memory", lambda device: False)
+    assert reader.seen_by(table(), GPU) is None
     assert driver.locked == set()
 
 
@@ -105,10 +104,10 @@ def test_a_device_without_a_driver_of_nvidias_reads_no_host_memory(monkeypatch):
     def no_driver():
         raise OSError("libcuda.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(read.nvrtc, "_driver", no_driver)
-    assert read.nvrtc.reads_registered_memory(GPU) is False
+    monkeypatch.setattr(reader.nvrtc, "_driver", no_driver)
+    assert reader.nvrtc.reads_registered_memory(GPU) is False
     monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert read.nvrtc.reads_registered_memory(GPU) is False
+    assert reader.nvrtc.reads_registered_memory(GPU) is False
 
 
 CPU = torch.device("cpu")
@@ -157,7 +156,7 @@ def place(module, near, numbers, count):
     """Run `experts_assign` for the chosen experts; returns what is to be copied."""
     index = torch.tensor(numbers, dtype=torch.int64)
     fetched = torch.full((1 + 2 * min(len(numbers), count),), -7, dtype=torch.int32)
-    launch = partial(ours._launch, module, torch.bfloat16, None)
+    launch = partial(experts._launch, module, torch.bfloat16, None)
     stack = mixture_of(1, 64, 64, torch.bfloat16, "nf4").gate_up
     given = [index, len(numbers), count, near.where, near.owner, near.used, near.clock, near.counts, near.slots, fetched]
     launch(stack, "experts_assign", (1,), 32, given, 4 * 2 * (count + near.slots))
@@ -216,9 +215,9 @@ def test_a_step_has_the_bits_of_resident_experts(module, kind, form, slots):
     fetched = 0
     for n in (1, 3, 1, 2):
         x, index, weights, tables = case(mixture, n, 2, torch.bfloat16, slots=(0, -1, 2))
-        wanted = ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables, module=module)
+        wanted = experts.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables, module=module)
         before = len(module.launches)
-        found = ours.experts(x, index, weights, far, torch.full_like(x, math.nan), lora=tables, module=module)
+        found = experts.experts(x, index, weights, far, torch.full_like(x, math.nan), lora=tables, module=module)
         assert torch.equal(found, wanted)
         fetched += module.launches[before:].count("experts_fetch")
         check_slots(far, mixture)
@@ -228,15 +227,15 @@ def test_a_step_has_the_bits_of_resident_experts(module, kind, form, slots):
 def test_products_wait_for_the_copies_that_they_read(module, monkeypatch):
     mixture = mixture_of(4, 64, 64, torch.bfloat16, "nf4")
     x, index, weights, _ = case(mixture, 2, 2, torch.bfloat16)
-    said, fetch = module.launches, ours.fetch
+    said, fetch = module.launches, experts.fetch
 
     def told(*given):
         fetch(*given)
-        return ours.Fetch(lambda: said.append("first stack"), lambda: said.append("all"))
+        return experts.Fetch(lambda: said.append("first stack"), lambda: said.append("all"))
 
-    monkeypatch.setattr(ours, "fetch", told)
+    monkeypatch.setattr(experts, "fetch", told)
     before = len(said)
-    ours.experts(x, index, weights, apart(mixture, 2), torch.empty_like(x), module=module)
+    experts.experts(x, index, weights, apart(mixture, 2), torch.empty_like(x), module=module)
     copies = ["experts_assign", "experts_fetch", "experts_fetch"]
     assert said[before:] == [*copies, "first stack", "experts_gate_up", "all", "experts_down"]
 
@@ -254,14 +253,16 @@ def test_a_prompts_experts_take_turns_in_the_half_that_was_used_longest_ago(modu
             index[:] = index % 4
             index[:, 1], index[:, 2] = (index[:, 0] + 1) % 4, (index[:, 0] + 2) % 4
         tables = replace(tables, row_slots=tables.row_slots[:2].contiguous())
-        wanted = ours.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables, module=module)
+        wanted = experts.experts(x, index, weights, mixture, torch.empty_like(x), lora=tables, module=module)
         before, held = len(module.launches), set(near.owner[near.used.argsort(stable=True)[near.turning :]].tolist()) - {-1}
-        assert torch.equal(ours.experts(x, index, weights, far, torch.full_like(x, math.nan), lora=tables, module=module), wanted)
+        assert torch.equal(
+            experts.experts(x, index, weights, far, torch.full_like(x, math.nan), lora=tables, module=module), wanted
+        )
         assert module.launches[before:].count("experts_many_down") == near.turns and held <= set(near.owner.tolist())
         check_slots(far, mixture)
         x, index, weights, _ = case(mixture, 1, 2, torch.bfloat16)
-        wanted = ours.experts(x, index, weights, mixture, torch.empty_like(x), module=module)
-        assert torch.equal(ours.experts(x, index, weights, far, torch.full_like(x, math.nan), module=module), wanted)
+        wanted = experts.experts(x, index, weights, mixture, torch.empty_like(x), module=module)
+        assert torch.equal(experts.experts(x, index, weights, far, torch.full_like(x, math.nan), module=module), wanted)
         check_slots(far, mixture)
 
 
@@ -273,20 +274,20 @@ def test_prompts_leave_alone_what_steps_used(module):
     used = [3, 9, 4]
     for number in range(6):
         x, index, weights, _ = case(mixture, 70, 8, torch.bfloat16)
-        ours.experts(x, index, weights, far, torch.empty_like(x), module=module)
+        experts.experts(x, index, weights, far, torch.empty_like(x), module=module)
         if number == 1:
             assert (far.near.owner >= 0).all()
-            ours.experts(x[:1], torch.tensor([used]), weights[:1, :3].contiguous(), far, torch.empty_like(x[:1]), module=module)
+            experts.experts(x[:1], torch.tensor([used]), weights[:1, :3].contiguous(), far, torch.empty_like(x[:1]), module=module)
         assert number < 1 or set(used) <= set(far.near.owner.tolist())
 
 
 def test_the_check_at_load_finds_slots_that_hold_something_else(module):
     mixture = mixture_of(8, 192, 64, torch.bfloat16, "nf4-dq")
-    assert ours.check(module, apart(mixture, 3), 2, torch.bfloat16) is None
+    assert experts.check(module, apart(mixture, 3), 2, torch.bfloat16) is None
     for right, wrong in (("to += (size_t)bytes * slot", "to += (size_t)bytes * 0"), ("where[before] = -1", "where[before] = s")):
-        assert right in ours.source()
-        broken = kernels(ours.source().replace(right, wrong))
-        assert "relative error" in str(ours.check(broken, apart(mixture, 3), 2, torch.bfloat16)), right
+        assert right in experts.source()
+        broken = kernels(experts.source().replace(right, wrong))
+        assert "relative error" in str(experts.check(broken, apart(mixture, 3), 2, torch.bfloat16)), right
 
 
 @pytest.mark.parametrize("tokens, used", [(2, 2), (70, 3)])
@@ -297,8 +298,8 @@ def test_a_fetch_that_fails_leaves_no_slot_with_the_bytes_of_another_expert(modu
     x, index, weights, tables = case(mixture, tokens, used, torch.bfloat16, slots=(0, -1))
     tables = replace(tables, row_slots=tables.row_slots[:2].contiguous())
     others = case(mixture, 1, 9, torch.bfloat16)[:3]
-    wanted = ours.experts(*others, mixture, torch.empty_like(others[0]), module=module).clone()
-    launch, empty, left, failed = ours._launch, torch.empty, [0], 0
+    wanted = experts.experts(*others, mixture, torch.empty_like(others[0]), module=module).clone()
+    launch, empty, left, failed = experts._launch, torch.empty, [0], 0
 
     def counted(real):
         def call(*given, **named):
@@ -309,21 +310,21 @@ def test_a_fetch_that_fails_leaves_no_slot_with_the_bytes_of_another_expert(modu
 
         return call
 
-    monkeypatch.setattr(ours, "_launch", counted(launch))
+    monkeypatch.setattr(experts, "_launch", counted(launch))
     monkeypatch.setattr(torch, "empty", counted(empty))
     out = torch.zeros_like(x)
     for number in range(1, 60):
         far = apart(mixture, 4)
         left[0] = -1
-        ours.experts(x[:2], (index[:2] + 4) % 9, weights[:2].contiguous(), far, out[:2], module=module)
+        experts.experts(x[:2], (index[:2] + 4) % 9, weights[:2].contiguous(), far, out[:2], module=module)
         left[0] = number
         try:
-            ours.experts(x, index, weights, far, out, lora=tables, module=module)
+            experts.experts(x, index, weights, far, out, lora=tables, module=module)
         except torch.OutOfMemoryError:
             failed += 1
         is_last, left[0] = left[0] > 0, -1
         check_slots(far, mixture)
-        found = ours.experts(*others, far, torch.full_like(others[0], math.nan), module=module)
+        found = experts.experts(*others, far, torch.full_like(others[0], math.nan), module=module)
         assert torch.equal(found, wanted), number
         if is_last:
             break

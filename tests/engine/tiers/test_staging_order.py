@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trimtab.engine.tiers import streaming as tiers
+from trimtab.engine.tiers import streaming
 from trimtab.engine.tiers.streaming import in_pass
 from trimtab.planning.values.copy_order import Piece
 
@@ -138,8 +138,8 @@ def made(cuda, sizes, slots):
     for number, pieces in enumerate(sizes):
         ends = list(accumulate(pieces))
         host = SimpleNamespace(tensor=Bytes(number, 0, ends[-1]), close=lambda: None)
-        groups.append(tiers.Group(str(number), ends[-1], host, piece_starts=ends[:-1]))
-    streamer = tiers.Streamer(torch.device("cpu"), groups, slot_count=slots)
+        groups.append(streaming.Group(str(number), ends[-1], host, piece_starts=ends[:-1]))
+    streamer = streaming.Streamer(torch.device("cpu"), groups, slot_count=slots)
     streamer._stream = cuda.copies
     for slot in streamer.slots:
         slot.buffer = Buffer(slot.index)
@@ -201,7 +201,7 @@ def test_no_copy_overtakes_what_reads_and_nothing_reads_what_is_not_there(count,
             if chance.random() < 0.6:  # steps, one queued behind the other
                 graph, order = chance.choice(captures)
                 for _ in range(chance.choice((1, 2, 3))):
-                    tiers.replay(streamer, order, graph)
+                    streaming.replay(streamer, order, graph)
             else:  # a prompt, or a part of one that failed
                 passed(cuda, streamer, once[: chance.randint(1, len(once))], leaves)
         cuda.check()
@@ -227,10 +227,10 @@ def test_the_check_sees_a_copy_that_begins_too_early(monkeypatch):
     """A fault is planted: pieces are copied as if each were used as soon as it is entered."""
     cuda = Cuda(monkeypatch)
     streamer = made(cuda, [[2, 3, 2]] * 3, 1)
-    whole = tiers.Streamer._use
-    monkeypatch.setattr(tiers.Streamer, "_use", lambda self, count: whole(self, min(count + 1, len(self._order.steps))))
+    whole = streaming.Streamer._use
+    monkeypatch.setattr(streaming.Streamer, "_use", lambda self, count: whole(self, min(count + 1, len(self._order.steps))))
     graph, order = captured(cuda, streamer, [piece for group in streamer.groups for piece in group.pieces], True)
-    tiers.replay(streamer, order, graph)
+    streaming.replay(streamer, order, graph)
     with pytest.raises((AssertionError, StopIteration)):
         cuda.check()
 
@@ -240,10 +240,10 @@ def test_a_step_whose_buffers_hold_what_it_needs_copies_nothing(monkeypatch):
     streamer = made(cuda, [[4, 4], [8]], 2)
     pieces = [piece for group in streamer.groups for piece in group.pieces]
     graph, order = captured(cuda, streamer, pieces, True)
-    tiers.replay(streamer, order, graph)
+    streaming.replay(streamer, order, graph)
     copies = [one for one in cuda.log if one[1] == "copy"]
     for _ in range(3):
-        tiers.replay(streamer, order, graph)
+        streaming.replay(streamer, order, graph)
     assert [one for one in cuda.log if one[1] == "copy"] == copies
     cuda.check()
 
@@ -253,9 +253,9 @@ def test_one_buffer_takes_a_piece_of_the_next_block_while_the_rest_of_this_one_i
     streamer = made(cuda, [[2, 6, 3]] * 3, 1)
     pieces = [piece for group in streamer.groups for piece in group.pieces]
     graph, order = captured(cuda, streamer, pieces, True)
-    tiers.replay(streamer, order, graph)
+    streaming.replay(streamer, order, graph)
     before = len(cuda.log)
-    tiers.replay(streamer, order, graph)
+    streaming.replay(streamer, order, graph)
     copies = [one for one in cuda.log[before:] if one[1] == "copy"]
     places = ((0, 2), (2, 8), (8, 11))
     assert [(one[0][1:], one[2]) for one in copies] == [(place, number) for number in (1, 2, 0) for place in places]

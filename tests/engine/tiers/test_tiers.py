@@ -13,8 +13,7 @@ from trimtab.engine.formats.packed import CodeTables, Packed, keep
 from trimtab.engine.formats.weights import dequantize, shell
 from trimtab.engine.layers import leaves
 from trimtab.engine.lora.store import AdapterStore
-from trimtab.engine.tiers import reader as read
-from trimtab.engine.tiers import streaming as tiers
+from trimtab.engine.tiers import reader, streaming
 from trimtab.engine.tiers.streaming import Spill
 from trimtab.errors import CheckpointError, DeviceError
 from trimtab.planning.values.copy_order import Piece
@@ -36,7 +35,7 @@ def stack(quant: str, tmp_path, *, home: str, count: int = 4, slots: int = 2, cu
     staged_leaves, resident, groups, staged = [], [], [], []
     common = {"bias": None, "device": CPU, "dtype": torch.bfloat16, "store": store}
     for block in range(count):
-        writer = tiers.GroupWriter(f"layers.{block}", 0 if block % 2 else 2**17, pinned=False)  # less or more than is written
+        writer = streaming.GroupWriter(f"layers.{block}", 0 if block % 2 else 2**17, pinned=False)  # less or more than is written
         # The larger one comes first in every other block: pieces of two blocks do not begin at the same places.
         for place, shape in enumerate(((128, 64), (64, 192)) if block % 2 else ((64, 192), (128, 64))):
             if cuts:
@@ -47,10 +46,10 @@ def stack(quant: str, tmp_path, *, home: str, count: int = 4, slots: int = 2, cu
             staged.append((path, writer, facts, writer.add(packed.parts), len(writer.piece_starts)))
             resident.append(leaves.ResidentLeaf(path, packed, **common).eval())
         groups.append(writer.finish(spill))
-    streamer = tiers.Streamer(CPU, groups, slot_count=slots, spill=spill)
+    streamer = streaming.Streamer(CPU, groups, slot_count=slots, spill=spill)
     streamer.poison = True
     for path, writer, *weight in staged:
-        staged_leaves.append(leaves.StagedLinear(path, tiers.Staged(streamer, writer.group, *weight), **common).eval())
+        staged_leaves.append(leaves.StagedLinear(path, streaming.Staged(streamer, writer.group, *weight), **common).eval())
     return staged_leaves, resident, streamer
 
 
@@ -141,10 +140,12 @@ def test_what_another_pass_left_in_the_buffers_is_exchanged_before_a_replay(tmp_
     order = order_of(staged)
     staged[-1](inputs_for(staged[-1]))
     before, replays = streamer.copied_bytes, []
-    tiers.replay(streamer, order, SimpleNamespace(replay=lambda: replays.append([slot.owner for slot in streamer.slots])))
+    streaming.replay(streamer, order, SimpleNamespace(replay=lambda: replays.append([slot.owner for slot in streamer.slots])))
     assert replays == [streamer.groups[:2]] and streamer.copied_bytes > before
     # Blocks that are entered twice have no such order: a replay then begins with empty buffers.
-    tiers.replay(streamer, [*order, order[0]], SimpleNamespace(replay=lambda: replays.append([s.owner for s in streamer.slots])))
+    streaming.replay(
+        streamer, [*order, order[0]], SimpleNamespace(replay=lambda: replays.append([s.owner for s in streamer.slots]))
+    )
     assert replays[1] == [None, None]
     streamer.close()
 
@@ -201,16 +202,16 @@ def test_an_exception_in_the_middle_leaves_no_stale_weight(tmp_path):
 
 def test_a_pass_that_cannot_begin_leaves_the_streamer_as_it_was(tmp_path, monkeypatch):
     staged, resident, streamer = stack("nf4", tmp_path, home="host", slots=1)
-    copy = tiers.Streamer._copy
+    copy = streaming.Streamer._copy
 
     def fails(*args):
         raise DeviceError("the copy failed", device="cpu")
 
     staged[-1](inputs_for(staged[-1]))
-    monkeypatch.setattr(tiers.Streamer, "_copy", fails)
+    monkeypatch.setattr(streaming.Streamer, "_copy", fails)
     with pytest.raises(DeviceError):
         streamer.begin_pass(order_of(staged))
-    monkeypatch.setattr(tiers.Streamer, "_copy", copy)
+    monkeypatch.setattr(streaming.Streamer, "_copy", copy)
     assert streamer._order is None
     for mine, reference in zip(staged, resident, strict=True):
         assert torch.equal(mine(inputs_for(mine)), reference(inputs_for(mine)))
@@ -273,9 +274,9 @@ def test_the_dense_weight_is_what_the_layer_computes_with(quant):
 def test_host_memory_is_given_back_after_everything_that_was_queued(monkeypatch):
     """A replay of a graph copies from it on no stream of the streamer's."""
     done = []
-    group = tiers.Group("layers.0", 8, SimpleNamespace(tensor=torch.zeros(8), close=lambda: done.append("given back")))
-    streamer = tiers.Streamer(CPU, [group])
-    monkeypatch.setattr(tiers, "wait_for_all", lambda device: done.append(device))
+    group = streaming.Group("layers.0", 8, SimpleNamespace(tensor=torch.zeros(8), close=lambda: done.append("given back")))
+    streamer = streaming.Streamer(CPU, [group])
+    monkeypatch.setattr(streaming, "wait_for_all", lambda device: done.append(device))
     streamer.close()
     assert done == [CPU, "given back"]
 
@@ -287,9 +288,9 @@ def test_registered_memory_that_a_queued_copy_reads_is_given_back_after_it(monke
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: event))
     driver = SimpleNamespace(cudaHostUnregister=lambda address: done.append("given back"))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(read, "_register", lambda tensor: True)
+    monkeypatch.setattr(reader, "_register", lambda tensor: True)
     for is_used in (True, False):
-        memory = read.HostMemory(read.HostMemory.REGISTER_FROM_BYTES, pinned=True)
+        memory = reader.HostMemory(reader.HostMemory.REGISTER_FROM_BYTES, pinned=True)
         if is_used:
             memory.is_used(torch.device("cuda"))
         memory.close()
@@ -314,11 +315,11 @@ def test_a_streamed_leaf_shows_shape_and_computing_dtype_but_no_data():
 
 def test_a_block_is_left_behind_its_only_reader_or_as_a_whole():
     """Fused experts read their block too, whose names are parameters and no layers."""
-    group, block = tiers.Group("block", 0), torch.nn.Module()
+    group, block = streaming.Group("block", 0), torch.nn.Module()
     block.first, block.second, block.third = (torch.nn.Module() for _ in range(3))
     assert leaves.last_reader(block, group) is block
     block.first.staged = SimpleNamespace(group=group)
-    block.third.staged = SimpleNamespace(group=tiers.Group("another", 0))
+    block.third.staged = SimpleNamespace(group=streaming.Group("another", 0))
     assert leaves.last_reader(block, group) is block.first
     block.second.staged = SimpleNamespace(group=group)
     assert leaves.last_reader(block, group) is block

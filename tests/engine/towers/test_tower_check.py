@@ -10,9 +10,9 @@ import trimtab
 from tests import pico, talking
 from tests.engine.chat.test_media_check import HAS_TABLE, SEEING, SIZES, prepared
 from tests.lent import lent
-from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat import prompt
 from trimtab.engine.chat.media_check import check_pictures
-from trimtab.engine.towers import bounds_check as tower_check
+from trimtab.engine.towers import bounds_check
 from trimtab.engine.towers.bounds_check import BeyondTableError, CheckedIndices, guard_towers, unknown_towers
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
@@ -74,10 +74,10 @@ def test_a_load_leaves_known_towers_as_they_are():
 @pytest.mark.parametrize("family", SEEING)
 def test_as_an_unknown_family_it_refuses_what_has_no_place_and_reads_the_rest(family, monkeypatch):
     model = pico.make_model(family)
-    monkeypatch.setattr(tower_check, "KNOWN", ())
+    monkeypatch.setattr(bounds_check, "KNOWN", ())
     parts = guard_towers(model)
     assert parts and "language_model" not in parts
-    monkeypatch.setattr(chat, "check_pictures", lambda *arguments: None)
+    monkeypatch.setattr(prompt, "check_pictures", lambda *arguments: None)
     refused = []
     for size in SIZES:
         picture = Image.new("RGB", size, "red")
@@ -94,7 +94,7 @@ def test_as_an_unknown_family_it_refuses_what_has_no_place_and_reads_the_rest(fa
 
 
 def test_shapes_that_do_not_go_together_are_refused_and_other_failures_are_not(monkeypatch):
-    monkeypatch.setattr(tower_check, "KNOWN", ())
+    monkeypatch.setattr(bounds_check, "KNOWN", ())
     model = pico.make_model("qwen3_vl")
     raised: list[Exception] = []
 
@@ -115,8 +115,8 @@ def test_shapes_that_do_not_go_together_are_refused_and_other_failures_are_not(m
 
 def test_a_loaded_model_of_an_unknown_family_refuses_a_picture_and_answers_the_next(tmp_path, monkeypatch):
     folder = talking.build_gemma4(tmp_path / "gemma4")
-    monkeypatch.setattr(tower_check, "KNOWN", ())
-    monkeypatch.setattr(chat, "check_pictures", lambda *arguments: None)
+    monkeypatch.setattr(bounds_check, "KNOWN", ())
+    monkeypatch.setattr(prompt, "check_pictures", lambda *arguments: None)
     with trimtab.load(trimtab.plan(folder, quant="nf4", device="cpu", context=256, images=1)) as model:
         with pytest.raises(RequestError, match="has no place for it") as caught:
             model.answer("What is it?", image=Image.new("RGB", (1, 65)), max_new_tokens=2)

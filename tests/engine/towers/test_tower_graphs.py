@@ -19,7 +19,7 @@ from tests.long_runs import FIRST, crossed
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.lora.store import covered
 from trimtab.engine.prefill import tower_passes
-from trimtab.engine.towers import graphs as tower_graphs
+from trimtab.engine.towers import graphs
 from trimtab.engine.towers import pieces as tower_pieces
 from trimtab.engine.towers.graphs import MOST_CREDIT, MOST_SHAPES, Towers, padded_frames
 from trimtab.engine.towers.pieces import NotKeptError, PausedError, TowerPieces, UnknownFormError, filled, form_of
@@ -132,7 +132,7 @@ def test_towers_are_a_piece_of_their_own():
 
 
 def test_few_layers_are_captured_at_once_while_rows_are_answered(monkeypatch):
-    monkeypatch.setattr(tower_graphs, "LAYERS_AT_ONCE", 1)
+    monkeypatch.setattr(graphs, "LAYERS_AT_ONCE", 1)
     with lent("gemma4") as model:
         towers, _ = towers_of(model)
         counts = []

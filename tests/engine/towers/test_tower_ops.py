@@ -27,10 +27,10 @@ from trimtab.engine.formats.weights import dequantize
 from trimtab.engine.kernels import dequantize as prompt_kernels
 from trimtab.engine.kernels.dequantize import LEAST_TOKENS, PAYING_RANK, PromptKernels
 from trimtab.engine.layers.leaves import HostLeaf, StagedLinear
-from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora import layers
 from trimtab.engine.lora.fewer_ops import ShortOps
 from trimtab.engine.lora.store import EAGER
-from trimtab.engine.passes import media_embeddings as hf_prompt_media
+from trimtab.engine.passes import media_embeddings
 from trimtab.engine.towers.graphs import TowerOps, Towers, four_bit_towers
 from trimtab.planning.memory.prompts import uncaptured_bytes
 
@@ -72,7 +72,7 @@ def given(model, family, adapter=None):
     """Return what a prompt with an image (Gemma 4: and audio) gives to the decoder."""
     model.adapter_store.set(adapter)
     with torch.no_grad():
-        media = hf_prompt_media.media_of(model.hf_model, picture(model, family, 9).tensors)
+        media = media_embeddings.media_of(model.hf_model, picture(model, family, 9).tensors)
     return [media.embeddings, *media.deep]
 
 
@@ -219,7 +219,7 @@ def test_a_prompt_s_towers_run_with_them_in_every_pass(tmp_path):
 def test_a_plan_counts_room_for_the_largest_weight_of_towers_too():
     before = uncaptured_bytes(E4B, (16,), quant="nf4-dq", has_adapters=False)["prompt_buffers"]
     largest = max(row.weight.numel for row in E4B.rows if row.part == "language" and row.quantized and row.weight)
-    for part in lora.TOWERS:
+    for part in layers.TOWERS:
         place, row = next((n, row) for n, row in enumerate(E4B.rows) if row.part == part and row.quantized and row.weight)
         wide = tuple(replace(one, shape=(largest // 64, 128)) for one in row.tensors)
         other = replace(E4B, rows=(*E4B.rows[:place], replace(row, tensors=wide), *E4B.rows[place + 1 :]))

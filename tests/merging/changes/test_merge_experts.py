@@ -139,9 +139,9 @@ def test_what_has_no_known_way_back_is_refused(make: Make) -> None:
 
 def remade(monkeypatch: pytest.MonkeyPatch, func: Any, *args: Any) -> None:
     """Make the loader appear to make every q_proj through one more operation."""
-    from trimtab.merging.changes import plan as recipe
+    from trimtab.merging.changes import plan
 
-    make = recipe.make_recipe
+    make = plan.make_recipe
 
     def through(adapters: Any, checkpoint: Any, found: Any, rows: Any) -> Any:
         for name in list(found.sources):
@@ -149,7 +149,7 @@ def remade(monkeypatch: pytest.MonkeyPatch, func: Any, *args: Any) -> None:
                 found.sources[name] = Expression(func=func, args=(found.sources[name], *args))
         return make(adapters, checkpoint, found, rows)
 
-    monkeypatch.setattr(recipe, "make_recipe", through)
+    monkeypatch.setattr(plan, "make_recipe", through)
 
 
 def test_a_parameter_without_a_way_back_is_refused_before_anything_is_written(

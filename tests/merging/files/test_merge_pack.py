@@ -15,7 +15,7 @@ from tests import merged_models, pico, stock
 from tests.long_runs import crossed
 from tests.merged_models import load, tensors_of
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.engine.formats import coded_files as pack
+from trimtab.engine.formats import coded_files
 from trimtab.engine.formats.bitsandbytes import quantize
 from trimtab.engine.formats.weights import dequantize, prequantized
 from trimtab.engine.tiers.reader import PositionedFile, bytes_of, read_small
@@ -141,10 +141,10 @@ def test_a_packed_base_can_be_packed_again_in_another_form(tmp_path: Path) -> No
 
 
 def test_a_linear_that_is_made_of_several_files_tensors_is_not_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trimtab.merging.files import layout as shards
+    from trimtab.merging.files import layout
 
     base = pico.build("llama", tmp_path / "base")
-    monkeypatch.setattr(shards, "is_cast", lambda expression: False)
+    monkeypatch.setattr(layout, "is_cast", lambda expression: False)
     with pytest.raises(CheckpointError, match="made of several file tensors"):
         merge(base, tmp_path / "out", requantize="nf4")
     assert merged_models.left_over(tmp_path) == ["base"]
@@ -153,10 +153,12 @@ def test_a_linear_that_is_made_of_several_files_tensors_is_not_packed(tmp_path: 
 # Scales ---------------------------------------------------------------------------------------------------------------
 
 
-def parts_of(weight: Tensor, *, nested: bool, shares: tuple[float, ...] = pack.SHARES) -> dict[str, Tensor]:
+def parts_of(weight: Tensor, *, nested: bool, shares: tuple[float, ...] = coded_files.SHARES) -> dict[str, Tensor]:
     found: dict[str, bytearray] = {}
     kind = "nf4-dq" if nested else "nf4"
-    for name, at, data in pack.packed_parts(kind, "w", lambda a, b: weight[a:b], tuple(weight.shape), "float32", shares=shares):
+    for name, at, data in coded_files.packed_parts(
+        kind, "w", lambda a, b: weight[a:b], tuple(weight.shape), "float32", shares=shares
+    ):
         assert at == len(found.setdefault(name, bytearray()))
         found[name] += bytes_of(data)
     return {name: torch.frombuffer(data, dtype=torch.uint8) for name, data in found.items()}
@@ -175,12 +177,12 @@ def test_chosen_scales_never_lose_more_than_the_largest_value_in_any_block() -> 
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randn(500, 64, generator=generator) * torch.rand(500, 1, generator=generator)
     blocks[0], blocks[1, :63] = 0, 0
-    chosen, largest = pack.choose_scales(blocks), blocks.abs().amax(1)
-    table = pack.levels()[0]
+    chosen, largest = coded_files.choose_scales(blocks), blocks.abs().amax(1)
+    table = coded_files.levels()[0]
 
     def error(scales: Tensor) -> Tensor:
         safe = torch.where(scales == 0, torch.ones_like(scales), scales).unsqueeze(1)
-        units = table[pack.nearest(blocks / safe, table)]
+        units = table[coded_files.nearest(blocks / safe, table)]
         return (units * scales.unsqueeze(1) - blocks).square().sum(1)
 
     # The search rounds to 65536 steps: a value within 2^-15 of a boundary may be counted on its other side.
@@ -192,7 +194,7 @@ def test_double_quantized_scales_are_read_back_as_they_were_counted() -> None:
     weight = torch.randn(100, 320, generator=torch.Generator().manual_seed(2))
     found = parts_of(weight, nested=True)
     scales = found["w.absmax"]
-    state = json.loads(bytes(found[f"w.{pack.STATE}nf4"].tolist()))
+    state = json.loads(bytes(found[f"w.{coded_files.STATE}nf4"].tolist()))
     maxima = found["w.nested_absmax"].view(torch.float32).repeat_interleave(256)[: scales.numel()]
     read = found["w.nested_quant_map"].view(torch.float32)[scales.int()] * maxima + state["nested_offset"]
     blocks = weight.view(-1, 64)

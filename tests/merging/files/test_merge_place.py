@@ -16,7 +16,7 @@ from tests.raised import raised
 from trimtab.checkpoint.writer import PositionedWriter
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.merging import merge
-from trimtab.merging.files import output_dir as places
+from trimtab.merging.files import output_dir
 
 # Stopped ---------------------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ def test_another_merge_resumes_nothing(
 
 
 def test_two_merges_into_one_place_at_once_are_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
-    with places.Workplace(tmp_path / "out", "key"), pytest.raises(RequestError) as caught:
+    with output_dir.Workplace(tmp_path / "out", "key"), pytest.raises(RequestError) as caught:
         merge(base, tmp_path / "out", adapters={"a": adapter})
     assert caught.value.field == "out" and "another merge" in str(caught.value)
 
@@ -76,7 +76,7 @@ def test_a_model_caught_between_two_renames_is_put_back(base: Path, tmp_path: Pa
     old.mkdir()
     (old / "old.txt").write_text("kept")
     with pytest.raises(RequestError, match="not empty"):
-        with places.Workplace(tmp_path / "out", "key"):
+        with output_dir.Workplace(tmp_path / "out", "key"):
             pass
         merge(base, tmp_path / "out", dtype="bfloat16")
     assert (tmp_path / "out" / "old.txt").read_text() == "kept"
@@ -130,7 +130,7 @@ def test_a_file_that_the_system_will_not_let_grow_is_a_full_disk(base: Path, tmp
 def test_too_little_room_is_said_before_the_first_byte(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     total = sum(path.stat().st_size for path in base.iterdir())
     usage = type("Usage", (), {"free": total - 1})
-    monkeypatch.setattr(places.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(output_dir.shutil, "disk_usage", lambda _: usage)
     fail_at(monkeypatch, 0, errno.EIO)
     error = raised(DoesNotFitError, merge, base, tmp_path / "out", dtype="bfloat16")
     assert (error.device, error.budget_bytes) == ("disk", total - 1) and total <= error.needed_bytes < total + 10_000
@@ -200,7 +200,7 @@ def test_an_existing_folder_needs_overwrite_and_then_is_replaced_as_a_whole(
     swaps: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not swaps:  # a system that only renames
-        monkeypatch.setattr(places.ctypes, "CDLL", lambda *_, **__: object())
+        monkeypatch.setattr(output_dir.ctypes, "CDLL", lambda *_, **__: object())
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("x")

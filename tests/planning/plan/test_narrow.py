@@ -8,7 +8,7 @@ import pytest
 import trimtab
 from tests import long_runs, pico
 from tests.planning.values.test_execution import card, plan
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.demo import BASE
 from trimtab.planning.plan.table import time_text
 from trimtab.report.render import WIDTH, Lines
@@ -52,10 +52,10 @@ def test_layers_that_leave_are_all_named():
 
 def test_the_command_prints_the_narrow_form_and_the_wide_one_by_flag(capsys):
     asked = ["plan", str(BASE), "--device", "cpu", "--context", "256"]
-    assert cli.main(asked) == 0
+    assert main.main(asked) == 0
     narrow = capsys.readouterr().out
     assert max(map(len, narrow.splitlines())) <= WIDTH
-    assert cli.main([*asked, "--wide"]) == 0
+    assert main.main([*asked, "--wide"]) == 0
     wide = capsys.readouterr().out
     assert max(map(len, wide.splitlines())) > WIDTH
     assert "on top" not in narrow + wide  # a CPU has no context, kernels or graphs

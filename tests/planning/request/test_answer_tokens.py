@@ -8,9 +8,8 @@ import trimtab
 from tests.cli.test_vocabulary import BASE
 from tests.planning.values.test_execution import off_device, plan
 from tests.raised import raised, refused
-from trimtab.cli import main as cli
-from trimtab.cli.commands import bench as bench_command
-from trimtab.cli.commands import plan_run as line
+from trimtab.cli import main
+from trimtab.cli.commands import bench, plan_run
 from trimtab.cli.commands.serve import served_models
 from trimtab.errors import CheckpointError
 from trimtab.planning.memory.activations import answer_tokens_of
@@ -90,8 +89,8 @@ def asked(monkeypatch):
     monkeypatch.setattr("trimtab.api.plan_request", planned)
 
     def call(*words) -> LoadRequest:
-        options = cli.parser().parse_args([str(word) for word in words])
-        return raised(Asked, {"plan": line.run_plan, "run": line.run_run}[options.name_of_command], options).args[0]
+        options = main.parser().parse_args([str(word) for word in words])
+        return raised(Asked, {"plan": plan_run.run_plan, "run": plan_run.run_run}[options.name_of_command], options).args[0]
 
     return call
 
@@ -110,13 +109,13 @@ def test_run_plans_for_its_longest_answer(asked, tmp_path):
 
 
 def test_run_with_sound_plans_for_its_longest_answer_too(asked, monkeypatch):
-    monkeypatch.setattr(line, "check_media", lambda images, audios: 2.5)
+    monkeypatch.setattr(plan_run, "check_media", lambda images, audios: 2.5)
     request = asked("run", BASE, "Hi", "--max-new-tokens", 1000)
     assert (request.audio_s, request.answer_tokens) == (2.5, 1000)
 
 
 def benched(*words) -> argparse.Namespace:
-    return bench_command._request(cli.parser().parse_args(["bench", *(str(word) for word in words)]))
+    return bench._request(main.parser().parse_args(["bench", *(str(word) for word in words)]))
 
 
 def test_bench_plans_for_the_answers_that_it_was_asked_to_measure(tmp_path):
@@ -129,7 +128,7 @@ def test_bench_plans_for_the_answers_that_it_was_asked_to_measure(tmp_path):
 
 
 def test_a_server_has_it_as_a_flag_and_as_a_key_of_a_model(tmp_path):
-    (served,) = served_models(cli.parser().parse_args(["serve", str(BASE), "--answer-tokens", "700"]))
+    (served,) = served_models(main.parser().parse_args(["serve", str(BASE), "--answer-tokens", "700"]))
     assert served.request.answer_tokens == 700
     file = tmp_path / "models.toml"
     file.write_text(f"[models.a]\npath = '{BASE}'\nanswer_tokens = 900\n[models.b]\npath = '{BASE}'\n", encoding="utf-8")

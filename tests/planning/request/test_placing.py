@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import trimtab
 from tests.anatomies import e_series, small
 from tests.raised import refused
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.cli.flags.flags import load_request
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import RequestError
@@ -247,7 +247,7 @@ def test_plan_takes_it_as_an_argument_as_a_flag_and_as_a_file(tmp_path, capsys):
     file = tmp_path / "memory.json"
     file.write_text(json.dumps(asked))
     for given_flag in (json.dumps(asked), str(file)):
-        assert cli.main(["plan", BASE, "--card", "T4", "--max-memory", given_flag, "--json"]) == 0
+        assert main.main(["plan", BASE, "--card", "T4", "--max-memory", given_flag, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["gpu_budget_bytes"] == 4 * GIB
 
 
@@ -256,7 +256,7 @@ def test_plan_takes_it_as_an_argument_as_a_flag_and_as_a_file(tmp_path, capsys):
     ('{"0": "4GiB", "1": "4GiB"}', "names 2 GPUs"),
 ])  # fmt: skip
 def test_a_flag_that_cannot_be_read_names_itself(text, word):
-    options = cli.parser().parse_args(["plan", BASE, "--max-memory", text])
+    options = main.parser().parse_args(["plan", BASE, "--max-memory", text])
     assert refused(load_request, options, match=word).field in ("--max-memory", "max_memory")
 
 

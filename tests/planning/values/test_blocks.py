@@ -151,9 +151,9 @@ def test_the_hand_written_e2b_is_that_of_the_real_classes(tmp_path):
     pytest.importorskip("transformers")
     from tests import pico
     from trimtab.checkpoint.folder import read_checkpoint
-    from trimtab.engine.loader import transformers_model as hf
+    from trimtab.engine.loader import transformers_model
 
-    real = hf.read_anatomy(read_checkpoint(pico.e_series("e2b", tmp_path)), quant="nf4-dq", dtype="bfloat16")
+    real = transformers_model.read_anatomy(read_checkpoint(pico.e_series("e2b", tmp_path)), quant="nf4-dq", dtype="bfloat16")
     ours = {b.block_path: b for b in blocks_of(E2B, "nf4-dq")}
     theirs = {b.block_path: b for b in blocks_of(real, "nf4-dq")}
     assert ours.keys() == theirs.keys() and set(real.kv_layers) == set(E2B.kv_layers)

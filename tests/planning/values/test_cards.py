@@ -13,7 +13,7 @@ import trimtab
 from tests import pico
 from tests.raised import raised
 from tests.rules import each
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.memory import rates as devices
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError, gib
@@ -196,7 +196,7 @@ def test_a_plan_for_a_card_that_is_not_here_is_not_loaded(tmp_path, capsys, monk
     assert error.device == "cuda:0"
     assert "GeForce RTX 4060 8GB, which is not here: this machine has no GPU" in str(error)
     plan.save(tmp_path / "plan.json")
-    assert cli.main(["run", str(tmp_path / "plan.json"), "Hello"]) == 6
+    assert main.main(["run", str(tmp_path / "plan.json"), "Hello"]) == 6
     assert "which is not here" in capsys.readouterr().err
 
 
@@ -226,7 +226,7 @@ def test_a_budget_larger_than_its_card_is_refused(capsys):
     with pytest.raises(RequestError, match="max_memory"):
         trimtab.plan(BASE, card="RTX 4060 8GB", max_memory={0: "24GiB"})
     assert trimtab.plan(BASE, card="8GiB", gpu_memory="6GiB").gpu_budget_bytes == 6 * GIB
-    assert cli.main(["plan", str(BASE), "--card", "8GiB", "--gpu-memory", "24GiB"]) == 2
+    assert main.main(["plan", str(BASE), "--card", "8GiB", "--gpu-memory", "24GiB"]) == 2
     assert "--gpu-memory" in capsys.readouterr().err
 
 
@@ -266,14 +266,14 @@ def test_where_the_driver_spills_what_is_free_is_asked_before_loading(monkeypatc
 def test_options_read_the_model_once(monkeypatch, tmp_path):
     """Also where nothing is kept from earlier processes and the machine is asked anew."""
     from trimtab import api
-    from trimtab.engine.loader import transformers_model as hf
-    from trimtab.machine import machine_cache as anatomies
+    from trimtab.engine.loader import transformers_model
+    from trimtab.machine import machine_cache
     from trimtab.machine import machine_cache as known
 
     seen = []
-    real = hf.probe
-    monkeypatch.setattr(hf, "probe", lambda *args: (seen.append(args), real(*args))[1])
-    monkeypatch.setattr(anatomies, "find_anatomy", lambda *args, **_: None)
+    real = transformers_model.probe
+    monkeypatch.setattr(transformers_model, "probe", lambda *args: (seen.append(args), real(*args))[1])
+    monkeypatch.setattr(machine_cache, "find_anatomy", lambda *args, **_: None)
     monkeypatch.setattr(known, "find_machine", lambda *_: None)
     asked = []
     ask = api._ask_machine
@@ -334,14 +334,14 @@ def test_a_refusal_names_the_smallest_larger_card_that_fits_and_no_budget_that_t
     whole = tmp_path / "map.json"
     whole.write_text('{"": 0}')
     asked = ["plan", str(e4b), "--device-map", str(whole)]
-    assert cli.main([*asked, "--card", E4B_CARD]) == 4
+    assert main.main([*asked, "--card", E4B_CARD]) == 4
     said = capsys.readouterr().err
     assert ' (--card "GeForce RTX 4070 12GB"), and with no manual placements' in said and "--gpu-memory" not in said
     assert "estimated from the data sheet of GeForce RTX 4060 8GB; the smallest" in said
-    assert cli.main([*asked, "--card", "GeForce RTX 4070 12GB"]) == 0
+    assert main.main([*asked, "--card", "GeForce RTX 4070 12GB"]) == 0
     capsys.readouterr()
     # The next two sizes do not hold it: the option that does is listed all the same.
-    assert cli.main([*asked, "--card", "4GiB", "--options", "--json"]) == 4
+    assert main.main([*asked, "--card", "4GiB", "--options", "--json"]) == 4
     options = json.loads(capsys.readouterr().out)["options"]
     cards = [one for one in options if one["what"].startswith("--card")]
     assert [one["what"] for one in cards] == ['--card "10GiB"', '--card "12GiB"']
@@ -351,11 +351,11 @@ def test_a_refusal_names_the_smallest_larger_card_that_fits_and_no_budget_that_t
 def test_a_pool_of_tokens_is_offered_where_rows_share_one(e4b, capsys, tries_only):
     tries_only("kv_tokens=")
     asked = ["plan", str(e4b), "--card", "4GiB", "--batch", "32", "--context", "32768"]
-    assert cli.main(asked) == 4
+    assert main.main(asked) == 4
     assert "with --kv-tokens 32768, which helps most, it fits this one" in capsys.readouterr().err
-    assert cli.main([*asked, "--kv-tokens", "32768"]) == 0
+    assert main.main([*asked, "--kv-tokens", "32768"]) == 0
     capsys.readouterr()
-    assert cli.main([*asked, "--options", "--json"]) == 4
+    assert main.main([*asked, "--options", "--json"]) == 4
     options = {one["what"]: one for one in json.loads(capsys.readouterr().out)["options"]}
     assert options["--kv-tokens 32768"]["needed_bytes"] <= 4 * GIB
     assert sum(what.startswith("--kv-tokens") for what in options) == 1
@@ -382,23 +382,23 @@ def test_both_rates_of_an_eight_bit_head_are_marked_as_estimates(e4b):
 def test_without_a_gpu_a_request_for_one_is_told_about_cards(e4b, tmp_path, capsys):
     whole = tmp_path / "map.json"
     whole.write_text('{"": 0}')
-    assert cli.main(["plan", str(e4b), "--device-map", str(whole)]) == 2
+    assert main.main(["plan", str(e4b), "--device-map", str(whole)]) == 2
     assert '--card "RTX 4060 8GB", for example' in capsys.readouterr().err
-    assert cli.main(["plan", str(e4b), "--gpu-memory", "4GiB"]) == 0
+    assert main.main(["plan", str(e4b), "--gpu-memory", "4GiB"]) == 0
     assert "this plan is for the CPU. No GPU can be used here" in capsys.readouterr().err
-    assert cli.main(["plan", str(e4b), "--gpu-memory", "4GiB", "--device", "cpu"]) == 0
+    assert main.main(["plan", str(e4b), "--gpu-memory", "4GiB", "--device", "cpu"]) == 0
     assert "No GPU" not in capsys.readouterr().err
 
 
 def test_a_budget_below_the_card_is_no_reason_for_a_larger_card(e4b, capsys):
     """The budget that the error names, and the whole card, do hold it."""
     asked = ["plan", str(e4b), "--card", E4B_CARD, "--host-memory", "16GiB"]
-    assert cli.main([*asked, "--gpu-memory", "500MiB", "--json"]) == 4
+    assert main.main([*asked, "--gpu-memory", "500MiB", "--json"]) == 4
     error = json.loads(capsys.readouterr().out)["error"]
     enough = re.search(r"\((--gpu-memory) (\d+MiB)\)", error["message"])
     assert "RTX 4070" not in error["message"]
     for budget in ([], enough.groups()):
-        assert cli.main([*asked, *budget, "--json"]) == 0
+        assert main.main([*asked, *budget, "--json"]) == 0
         capsys.readouterr()
 
 
@@ -437,12 +437,12 @@ def test_every_larger_card_has_a_profile_with_more_memory():
 
 
 def test_options_of_a_card_name_larger_cards_and_no_budget_that_the_card_does_not_have(capsys):
-    assert cli.main(["plan", str(BASE), "--card", "RTX 4060 8GB", "--options", "--json"]) == 0
+    assert main.main(["plan", str(BASE), "--card", "RTX 4060 8GB", "--options", "--json"]) == 0
     options = {one["what"]: one for one in json.loads(capsys.readouterr().out)["options"]}
     assert all(one["tokens_per_s"] for one in options.values()), options
     assert {'--card "GeForce RTX 4070 12GB"', '--card "GeForce RTX 4060 Ti 16GB"'} <= options.keys()
     assert not any("--gpu-memory" in what for what in options)
-    assert cli.main(["plan", str(BASE), "--card", "RTX 4060 8GB", "--gpu-memory", "5GiB", "--options", "--json"]) == 0
+    assert main.main(["plan", str(BASE), "--card", "RTX 4060 8GB", "--gpu-memory", "5GiB", "--options", "--json"]) == 0
     assert "--gpu-memory 6GiB" in {one["what"] for one in json.loads(capsys.readouterr().out)["options"]}
 
 
@@ -450,7 +450,7 @@ def test_options_of_a_card_name_larger_cards_and_no_budget_that_the_card_does_no
 def test_options_are_of_the_towers_that_the_model_has(family, towers, tmp_path, capsys):
     folder = pico.build(family, tmp_path / "base")
     flags = ["--card", "RTX 4060 8GB", "--context", "256", "--options", "--json"]
-    assert cli.main(["plan", str(folder), *flags]) == 0
+    assert main.main(["plan", str(folder), *flags]) == 0
     options = {one["what"]: one for one in json.loads(capsys.readouterr().out)["options"]}
     assert all(one["needed_bytes"] and one["tokens_per_s"] and not one["error"] for one in options.values()), options
     assert [what for what in options if what.startswith(("--images", "--audio-s", "--place"))] == [
@@ -463,7 +463,7 @@ def test_a_refused_plan_gives_its_options_as_json_too(capsys, tries_only):
     # The changes beside it need no plan for this; the budget of the GPU is the request's, though the host's is short.
     tries_only("gpu_memory=", "card=")
     refused = ["plan", str(BASE), "--card", "12GiB", "--gpu-memory", "8GiB", "--host-memory", "1MiB", "--json"]
-    assert cli.main([*refused, "--options"]) == 4
+    assert main.main([*refused, "--options"]) == 4
     answer = json.loads(capsys.readouterr().out)
     error = answer["error"]
     assert (error["class"], error["fields"]["device"]) == ("DoesNotFitError", "host") and "options" not in error["fields"]
@@ -475,7 +475,7 @@ def test_a_refused_plan_gives_its_options_as_json_too(capsys, tries_only):
 
 def test_the_narrow_form_of_an_estimate_has_80_columns_and_the_options_have_marks(capsys):
     for card in ("RTX 4060 8GB", "T4"):
-        assert cli.main(["plan", str(BASE), "--card", card, "--options"]) == 0
+        assert main.main(["plan", str(BASE), "--card", card, "--options"]) == 0
         verdict, about, rest = capsys.readouterr().out.split("\n\n", 2)
         table, options = rest.split("\noption", 1)
         assert verdict.startswith("Fits: ~") and about.startswith("ESTIMATE for") and max(map(len, table.splitlines())) <= WIDTH
@@ -491,7 +491,7 @@ def test_a_chart_of_an_estimate_says_so(tmp_path):
 
 
 def test_a_cpu_has_no_option_of_a_larger_card(capsys):
-    assert cli.main(["plan", str(BASE), "--device", "cpu", "--context", "256", "--options", "--json"]) == 0
+    assert main.main(["plan", str(BASE), "--device", "cpu", "--context", "256", "--options", "--json"]) == 0
     named = [one["what"] for one in json.loads(capsys.readouterr().out)["options"]]
     assert "--audio-s 0" in named and not any("gpu-memory" in what or "--place" in what for what in named)
 
@@ -503,10 +503,10 @@ def test_any_card_of_its_size_is_an_unknown_card():
 
 
 def test_the_command_plans_for_a_card(capsys):
-    assert cli.main(["plan", str(BASE), "--card", "RTX 3050 laptop 4GB", "--json"]) == 0
+    assert main.main(["plan", str(BASE), "--card", "RTX 3050 laptop 4GB", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert (values["execution_device"], values["card"]["name"]) == ("cuda:0", "GeForce RTX 3050 Laptop GPU")
-    assert cli.main(["plan", str(BASE), "--card", "RTX 3050 laptop"]) == 2
+    assert main.main(["plan", str(BASE), "--card", "RTX 3050 laptop"]) == 2
     assert "GeForce RTX 3050 Laptop GPU 6GB" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ import trimtab
 from tests.raised import raised
 from trimtab.api import plan_request
 from trimtab.demo.demo import FOLDER as DEMO
-from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora import layers
 from trimtab.errors import AdapterError, DoesNotFitError, RequestError, gib
 from trimtab.planning import Plan
 from trimtab.planning.values.byte_sizes import HELD_OBJECT_BYTES
@@ -188,7 +188,7 @@ def test_what_the_plan_counts_is_what_is_held(monkeypatch):
 def test_one_registry_says_which_adapters_are_on_the_model(model):
     model.load_adapter("one", STYLE)
     assert model.adapters == ("one",) and set(model.adapter_store.names) == {"one"} and set(model.adapter_sizes) == {"one"}
-    lora.detach(model.hf_model, "one", store=model.adapter_store)
+    layers.detach(model.hf_model, "one", store=model.adapter_store)
     assert model.adapters == () and not model.adapter_store.names and not model.adapter_sizes
 
 

@@ -12,12 +12,12 @@ import torch
 
 from tests import waiting
 from tests.serve.worker.test_serve_worker import REQUEST, WAIT_S, Running, settings_of
-from trimtab.adapters import file as adapter_file
+from trimtab.adapters import file
 from trimtab.demo.demo import FOLDER as DEMO
-from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.formats import int8_head
 from trimtab.engine.lora import base_values
 from trimtab.engine.model import LoadedModel
-from trimtab.serve.adapters import new_adapters as watching
+from trimtab.serve.adapters import new_adapters
 from trimtab.serve.adapters.new_adapters import AdapterQueue, Urgency
 from trimtab.serve.worker import prompt_inputs
 from trimtab.serve.worker.ipc import event_from_message
@@ -108,8 +108,8 @@ def test_an_answer_goes_on_while_the_files_of_an_adapter_or_their_dates_cannot_b
 
         return blocked
 
-    monkeypatch.setattr(watching, "files_stamp", blocking(watching.files_stamp))
-    monkeypatch.setattr(adapter_file, "_not_finite", blocking(adapter_file._not_finite))
+    monkeypatch.setattr(new_adapters, "files_stamp", blocking(new_adapters.files_stamp))
+    monkeypatch.setattr(file, "_not_finite", blocking(file._not_finite))
     running.begin_long()
     running.call("load_adapter", name="style", path=str(STYLE))
     running.wait_for_steps(10)
@@ -265,7 +265,7 @@ def test_a_draining_worker_prepares_only_what_a_request_waits_for(slowly):
 
 def test_a_streamed_head_is_compared_though_another_block_takes_its_buffer_between_pieces(monkeypatch):
     weight = torch.randn(12, 8)
-    whole = dict(zip(("weight", "scale"), head8.quantize_rows(weight), strict=True))
+    whole = dict(zip(("weight", "scale"), int8_head.quantize_rows(weight), strict=True))
     buffer = {name: value.clone() for name, value in whole.items()}
 
     def opened():
@@ -273,7 +273,7 @@ def test_a_streamed_head_is_compared_though_another_block_takes_its_buffer_betwe
             buffer[name].copy_(value)
         return SimpleNamespace(parts=buffer)
 
-    monkeypatch.setattr(head8, "HEAD_CHUNK_VALUES", 32)
+    monkeypatch.setattr(int8_head, "HEAD_CHUNK_VALUES", 32)
     leaf = SimpleNamespace(quant_kind=base_values.HEAD8, packed=opened, weight=weight)
     for saved, expected in ((weight, True), (weight + torch.eye(12, 8), False)):
         comparison, pieces = base_values._equals_linear(leaf, {"weight": saved}, torch.device("cpu")), 0
@@ -291,5 +291,5 @@ def test_a_changed_adapter_that_fails_in_an_unknown_way_does_not_end_the_worker(
     def fails():
         raise ValueError("in the middle of a piece")
 
-    watching._changed("style", fails)
-    watching._changed("style", lambda: None)
+    new_adapters._changed("style", fails)
+    new_adapters._changed("style", lambda: None)

@@ -24,8 +24,7 @@ from tests.serve.http.test_app import CHAT, PNG, chat, error_of
 from tests.serving import MockPool, client, forever
 from tests.waiting import turns, until_async
 from trimtab.errors import RequestError
-from trimtab.serve.api import admission
-from trimtab.serve.api import schemas as wire
+from trimtab.serve.api import admission, schemas
 from trimtab.serve.api.admission import FREE_BYTES, BodiesFullError, BodyLimits, BodyTooLargeError, Budget, JsonCounter
 from trimtab.serve.contract.log import LABELS, LISTS, ONCE, list_of, value_of
 from trimtab.serve.contract.quotas import KeyLimits
@@ -132,7 +131,7 @@ def test_two_mebibytes_are_allowed_and_images_may_take_more():
 @pytest.mark.parametrize("key", ["content", "url"])
 def test_a_long_text_that_is_no_image_is_refused_before_it_is_parsed(key, monkeypatch):
     parsed = []
-    monkeypatch.setattr(wire, "read", lambda *given, **options: parsed.append(given))
+    monkeypatch.setattr(schemas, "read", lambda *given, **options: parsed.append(given))
     server = client(MockPool(context=2**20), limits=Limits(media_count=1))
     text = "QUJD" * 2**20  # as base64 has no other bytes than these, it is not counted as text when it arrives
     content = text if key == "content" else [{"type": "image_url", "image_url": {"url": text}}]
@@ -176,8 +175,8 @@ def test_validation_stops_at_the_first_errors():
     ]  # fmt: skip
     for fields, param in wrong:
         try:
-            wire.ChatRequest.model_validate_json(json.dumps({**CHAT, **fields}))
-        except wire.ValidationError as exc:
+            schemas.ChatRequest.model_validate_json(json.dumps({**CHAT, **fields}))
+        except schemas.ValidationError as exc:
             assert exc.error_count() <= 8
         else:
             pytest.fail("is taken")
@@ -252,7 +251,7 @@ def test_bodies_without_room_get_503_and_their_room_comes_back():
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/load_lora_adapter"])
 def test_no_body_is_parsed_on_the_event_loop_however_small_it_is(count, path, monkeypatch):
     loops, parsers = set(), set()
-    read, receive = wire.read, admission._receive
+    read, receive = schemas.read, admission._receive
 
     async def noted(*arguments):
         loops.add(threading.get_ident())
@@ -263,7 +262,7 @@ def test_no_body_is_parsed_on_the_event_loop_however_small_it_is(count, path, mo
         return read(*arguments, **options)
 
     monkeypatch.setattr(admission, "_receive", noted)
-    monkeypatch.setattr(wire, "read", parsed)
+    monkeypatch.setattr(schemas, "read", parsed)
     post(client(MockPool(takes=("text",), context=2**20)), sized(count), path)
     assert loops and parsers and not loops & parsers
 

@@ -12,7 +12,7 @@ import trimtab
 from tests.long_runs import slow_on_cpu
 from tests.tool_templates import NOW, TEMPLATES, WEATHER
 from trimtab.demo.demo import FOLDER as DEMO
-from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat import prompt
 from trimtab.engine.chat.answer_forms import CALL_MARKS, AnswerForm, form_of
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
@@ -103,7 +103,7 @@ def writes(engine, monkeypatch, text):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_call_that_is_demanded_is_one_of_the_tools_with_arguments_of_its_schema(engine, with_form, form):
     with_form(form)
-    assert chat.answer_form(engine.model.processor).calls == form
+    assert prompt.answer_form(engine.model.processor).calls == form
     job = job_of(tools=[WEATHER, NOW], must_call="get_weather")
     text, _, calls, finish = gathered(run(engine, job))
     assert text == "" and finish == "tool_calls"
@@ -246,7 +246,7 @@ ROUND = [
 def test_a_round_of_calls_has_the_ids_of_transformers(engine, with_form, form):
     with_form(form)
     model = engine.model
-    found = chat.prepare(model, ROUND, tools=[WEATHER, NOW]).token_ids
+    found = prompt.prepare(model, ROUND, tools=[WEATHER, NOW]).token_ids
     stock = [
         {**message, "content": [{"type": "text", "text": message["content"]}] if message["content"] else ""} for message in ROUND
     ]
@@ -283,7 +283,7 @@ def test_no_text_of_tools_or_calls_becomes_a_control_token(engine, with_form, fo
             call["function"]["name"] = messages[2]["name"] = evil
         else:
             messages[1]["reasoning_content"] = evil
-        ids = chat.prepare(engine.model, messages, tools=[tool]).token_ids
+        ids = prompt.prepare(engine.model, messages, tools=[tool]).token_ids
         return Counter(token for token in ids if token in engine.model.control_tokens.ids)
 
     assert counted(FORGED) == counted("zzz")
@@ -291,7 +291,7 @@ def test_no_text_of_tools_or_calls_becomes_a_control_token(engine, with_form, fo
 
 def test_python_may_give_tools_too(model):
     with pytest.raises(RequestError, match="tools, images|media, system, tools"):
-        chat.prepare(model, [1, 2], tools=[NOW])
+        prompt.prepare(model, [1, 2], tools=[NOW])
 
 
 # Templates ------------------------------------------------------------------------------------------------------------
@@ -302,8 +302,8 @@ def test_forms_are_known_by_their_templates():
         found = form_of(template)
         assert found.calls == form and found.thoughts == ("<think>", "</think>") and "enable_thinking" in found.reads
     several = SimpleNamespace(chat_template={"default": "{{ messages }}", "tool_use": TEMPLATES["hermes"]})
-    assert chat.answer_form(several).calls is None and chat.answer_form(several, with_tools=True).calls == "hermes"
-    assert chat.answer_form(SimpleNamespace()) == AnswerForm() and form_of(
+    assert prompt.answer_form(several).calls is None and prompt.answer_form(several, with_tools=True).calls == "hermes"
+    assert prompt.answer_form(SimpleNamespace()) == AnswerForm() and form_of(
         "{% generation %}{{ tools }}{% endgeneration %}"
     ).reads == {"tools"}
     assert form_of("{% strange %}{{ tools }}").reads >= {"tools"}

@@ -11,15 +11,15 @@ from tests.rules import each
 from tests.serve.http.test_app import CHAT
 from tests.serve.http.test_app_fuzz import VALID
 from tests.serving import MockPool, client
-from trimtab.serve.api import messages_api, responses_api
-from trimtab.serve.api import schemas as wire
+from trimtab.serve.api import messages_api, responses_api, schemas
 from trimtab.serve.api.routes import BESIDE, REQUESTS
 from trimtab.serve.contract.settings import Limits
 from trimtab.serve.http.openapi import description
 
 KINDS = {
-    kind.__name__: kind for module in (wire, messages_api, responses_api) for _, kind in inspect.getmembers(module, inspect.isclass)
-    if issubclass(kind, wire.Strict) and kind.__module__ == module.__name__ and not kind.__name__.startswith("_")
+    kind.__name__: kind
+    for module in (schemas, messages_api, responses_api) for _, kind in inspect.getmembers(module, inspect.isclass)
+    if issubclass(kind, schemas.Strict) and kind.__module__ == module.__name__ and not kind.__name__.startswith("_")
 }  # fmt: skip
 del KINDS["Strict"]
 DESCRIBED = description(has_key=False, beside=BESIDE)["components"]["schemas"]
@@ -66,7 +66,7 @@ def read(kind, value):
 
 
 def test_every_object_of_every_request_is_among_those_that_are_looked_at():
-    known = {kind.__name__ for kind in (*REQUESTS.values(), wire.ReloadRequest)}
+    known = {kind.__name__ for kind in (*REQUESTS.values(), schemas.ReloadRequest)}
     assert known <= KINDS.keys() and KINDS.keys() >= {"ToolCall", "StreamOptions", "TextBlock", "FunctionCallItem"}
     assert len(OPTIONAL) > 150 and len(REQUIRED) > 60
 
@@ -111,7 +111,7 @@ def test_the_description_says_that_a_required_field_is_never_null(kind, field):
 
 def with_nulls(value):
     """Return a read request as JSON again, with null in every field that was not sent, and in one that nobody knows."""
-    if isinstance(value, wire.Strict):
+    if isinstance(value, schemas.Strict):
         fields = type(value).model_fields
         sent = {name: with_nulls(getattr(value, name)) for name in value.model_fields_set}
         return {**{fields[name].alias or name: sent.get(name) for name in fields}, "nobody_knows": None}
@@ -210,5 +210,7 @@ def test_many_nulls_are_as_many_values_as_others():
 
 
 def test_a_list_that_is_too_long_is_refused_beside_nulls():
-    error = refused(wire.read, wire.ChatRequest, json.dumps({**CHAT, "n": None, "tools": [1] * 9}).encode(), most={"tools": 8})
+    error = refused(
+        schemas.read, schemas.ChatRequest, json.dumps({**CHAT, "n": None, "tools": [1] * 9}).encode(), most={"tools": 8}
+    )
     assert error.field == "tools"

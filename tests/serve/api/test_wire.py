@@ -7,8 +7,7 @@ import pytest
 from tests.raised import refused
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.serve.api import schemas as wire
-from trimtab.serve.api import to_jobs as asking
+from trimtab.serve.api import schemas, to_jobs
 from trimtab.serve.api.answers import ChatShape, CompletionShape
 from trimtab.serve.contract.settings import Limits
 from trimtab.serve.worker.ipc import job_from_message, job_to_message
@@ -18,15 +17,15 @@ TEXT = {"model": "demo", "prompt": "a"}
 
 
 def chat(**fields):
-    return wire.read(wire.ChatRequest, json.dumps({**CHAT, **fields}).encode())
+    return schemas.read(schemas.ChatRequest, json.dumps({**CHAT, **fields}).encode())
 
 
 def completion(**fields):
-    return wire.read(wire.CompletionRequest, json.dumps({**TEXT, **fields}).encode())
+    return schemas.read(schemas.CompletionRequest, json.dumps({**TEXT, **fields}).encode())
 
 
 def jobs(asked, prompts=({"text": "a"},), limits=Limits(), context=100, most_jobs=96):  # noqa: B008
-    return asking.jobs_of(asked, prompts, adapter=None, context_tokens=context, limits=limits, most_jobs=most_jobs)
+    return to_jobs.jobs_of(asked, prompts, adapter=None, context_tokens=context, limits=limits, most_jobs=most_jobs)
 
 
 def requested(**fields):
@@ -126,14 +125,14 @@ def test_what_changes_nothing_is_taken():
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
 def test_numbers_that_json_has_not_are_refused(number):
     body = json.dumps({**CHAT, "temperature": 7}).replace("7", number)
-    assert refused(wire.read, wire.ChatRequest, body.encode()).field == "temperature"
+    assert refused(schemas.read, schemas.ChatRequest, body.encode()).field == "temperature"
 
 
 @pytest.mark.parametrize("prompt, expected", [
     ("a", [{"text": "a"}]), (["a", "b"], [{"text": "a"}, {"text": "b"}]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]]),
 ])  # fmt: skip
 def test_every_form_of_prompt_is_read(prompt, expected):
-    assert asking.prompts_of(completion(prompt=prompt)) == expected
+    assert to_jobs.prompts_of(completion(prompt=prompt)) == expected
 
 
 @pytest.mark.parametrize("prompt, field", [
@@ -146,7 +145,7 @@ def test_a_prompt_of_no_form_is_refused_at_its_place(prompt, field):
 
 @pytest.mark.parametrize("prompt, field", [("", "prompt"), ([], "prompt"), (["a", ""], "prompt[1]"), ([[]], "prompt")])
 def test_an_empty_prompt_is_refused(prompt, field):
-    assert refused(lambda: asking.prompts_of(completion(prompt=prompt))).field == field
+    assert refused(lambda: to_jobs.prompts_of(completion(prompt=prompt))).field == field
 
 
 # To jobs --------------------------------------------------------------------------------------------------------------
@@ -176,7 +175,7 @@ def test_sampling_reaches_the_request():
 
 def leniently(**fields):
     ignored = []
-    return wire.read(wire.ChatRequest, json.dumps({**CHAT, **fields}).encode(), ignored=ignored), ignored
+    return schemas.read(schemas.ChatRequest, json.dumps({**CHAT, **fields}).encode(), ignored=ignored), ignored
 
 
 def test_a_lenient_server_names_what_it_does_not_use():
@@ -197,7 +196,7 @@ def test_a_lenient_server_refuses_wrong_values_as_others_do():
     for number in ("1e999", "NaN", "9" * 5000):
         body = json.dumps({**CHAT, "temperature": 7, "foo": 1}).replace("7", number).encode()
         with pytest.raises(RequestError):
-            wire.read(wire.ChatRequest, body, ignored=[])
+            schemas.read(schemas.ChatRequest, body, ignored=[])
 
 
 def test_a_lenient_server_takes_more_unknown_fields_than_it_names_otherwise():
@@ -255,19 +254,19 @@ def test_prompts_times_choices_are_limited():
 
 
 def test_more_messages_than_the_limit_are_refused():
-    error = refused(lambda: asking.check_media(chat(messages=CHAT["messages"] * 3), takes=("text",), limits=Limits(messages=2)))
+    error = refused(lambda: to_jobs.check_media(chat(messages=CHAT["messages"] * 3), takes=("text",), limits=Limits(messages=2)))
     assert error.field == "messages"
 
 
 def test_a_developer_is_the_system_of_the_template():
     asked = chat(messages=[{"role": "developer", "content": "a"}])
-    assert asking.messages_of(asked, limits=Limits(), fetched={}) == [{"role": "system", "content": "a"}]
+    assert to_jobs.messages_of(asked, limits=Limits(), fetched={}) == [{"role": "system", "content": "a"}]
 
 
 def test_addresses_are_found_with_their_places_and_data_urls_are_not():
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in ("HTTP://a/b", "data:x", "https://c/d", "HTTP://a/b")]
     asked = chat(messages=[{"role": "user", "content": parts}])
-    assert asking.urls_of(asked) == {
+    assert to_jobs.urls_of(asked) == {
         "HTTP://a/b": "messages[0].content[0].image_url.url", "https://c/d": "messages[0].content[2].image_url.url"
     }  # fmt: skip
 

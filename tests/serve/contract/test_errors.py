@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import ROOT
-from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat import prompt
 from trimtab.errors import CheckpointError, DeviceError, DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.api.client_errors import for_client
@@ -113,7 +113,7 @@ def test_a_text_to_embed_that_is_too_long_hears_nothing_of_an_answer():
     errors = {}
     for kind, most in (("embedding", 0), ("answer", 4)):
         with pytest.raises(RequestError) as caught:
-            chat.check_fits(model, SimpleNamespace(prompt_tokens=9), most)
+            prompt.check_fits(model, SimpleNamespace(prompt_tokens=9), most)
         job = Job("a", {"text": "long"}, GenerateRequest(), kind=kind)
         errors[kind] = for_client(caught.value, job)
     assert str(errors["embedding"]) == "input: the prompt has 9 tokens, more than the context of 8. Shorten it"

@@ -9,8 +9,7 @@ from tests.serve.http.test_app import PNG
 from tests.serve.http.test_app_fuzz import VALID
 from tests.serving import MockPool, client, failed, late
 from trimtab.errors import RequestError
-from trimtab.serve.api import messages_api, responses_api
-from trimtab.serve.api import schemas as wire
+from trimtab.serve.api import messages_api, responses_api, schemas
 from trimtab.serve.api.client_errors import for_client
 from trimtab.serve.contract.errors import plain_error
 from trimtab.serve.contract.field_names import client_error, client_field
@@ -138,7 +137,7 @@ def test_thoughts_of_many_items_are_one_in_their_order():
 
     answer = {"type": "message", "role": "assistant", "content": "c"}
     given = {"model": "demo", "input": [thought("a"), thought("b"), answer, user("x"), thought("d"), answer]}
-    asked = wire.read(responses_api.ResponsesRequest, json.dumps(given).encode())
+    asked = schemas.read(responses_api.ResponsesRequest, json.dumps(given).encode())
     chat, _ = responses_api.chat_of(asked)
     thoughts = [getattr(message, "reasoning_content", None) for message in chat.messages]
     assert thoughts == ["ab", None, "d"]

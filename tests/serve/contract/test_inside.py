@@ -15,7 +15,7 @@ from trimtab.errors import AdapterError, RequestError
 from trimtab.request import LoadRequest
 from trimtab.serve.adapters.adapter_cache import HeldAdapters
 from trimtab.serve.adapters.new_adapters import Watcher, files_stamp
-from trimtab.serve.contract import inside_root as inside
+from trimtab.serve.contract import inside_root
 from trimtab.serve.contract.inside_root import look, read_inside
 from trimtab.serve.contract.settings import Settings
 from trimtab.serve.pool import Pool
@@ -104,7 +104,7 @@ def test_a_root_that_is_reached_by_a_link_is_the_same_root(root):
 
 
 def test_many_entries_are_refused_before_each_is_looked_at(root, monkeypatch):
-    monkeypatch.setattr(inside, "MOST_ENTRIES", 1)
+    monkeypatch.setattr(inside_root, "MOST_ENTRIES", 1)
     with pytest.raises(RequestError):
         look(root / "team" / "mine", root)
 
@@ -150,7 +150,7 @@ def test_what_is_swapped_during_a_read_and_put_back_is_not_used(root, swap, alwa
     own = (folder / TENSORS_NAME).read_bytes()
     if always:
         error = raised(AdapterError, read_inside, reading, folder, root)
-        assert list(error.problems) == [inside.CHANGES] and set(read) == {b"another client's"}
+        assert list(error.problems) == [inside_root.CHANGES] and set(read) == {b"another client's"}
     else:
         assert read_inside(reading, folder, root) == own and read == [b"another client's", own]
 

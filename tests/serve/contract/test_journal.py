@@ -15,7 +15,7 @@ import pytest
 from tests.raised import refused
 from tests.serving import MockPool, client, words
 from trimtab.demo.demo import FOLDER as DEMO
-from trimtab.serve.contract import log as journal
+from trimtab.serve.contract import log
 from trimtab.serve.scheduling.scheduler import MistakeError, error_event
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "a secret message"}]}
@@ -27,18 +27,18 @@ def lines(monkeypatch):
     """Return a function that sets the journal up in a form; it returns the lines written since."""
     loggers = [logging.getLogger(name) for name in ("trimtab", "uvicorn")]
     before = [(one.handlers[:], one.propagate, one.level) for one in loggers]
-    monkeypatch.setenv(journal.FORMAT_VARIABLE, "")
-    monkeypatch.setenv(journal.LEVEL_VARIABLE, "")
+    monkeypatch.setenv(log.FORMAT_VARIABLE, "")
+    monkeypatch.setenv(log.LEVEL_VARIABLE, "")
     written, here = [], threading.get_ident()
 
     def set_up(form, level="info"):
         gc.collect()  # what an earlier test left may write from here as it goes
-        journal.set_up(form, level)
+        log.set_up(form, level)
         (handler,) = logging.getLogger("trimtab").handlers
         # A thread that an earlier test left may write too: in no request, and not from here.
         handler.emit = lambda record: (
             written.append(handler.format(record))
-            if record.thread == here or journal.request_id() else None
+            if record.thread == here or log.request_id() else None
         )  # fmt: skip
         return written
 
@@ -97,7 +97,7 @@ def test_an_id_that_is_not_plain_is_replaced(lines, given):
     assert re.fullmatch(r"[0-9a-f]{32}", found.headers["x-request-id"])
 
 
-@pytest.mark.parametrize("form", journal.FORMATS)
+@pytest.mark.parametrize("form", log.FORMATS)
 def test_the_id_of_a_500_finds_its_traceback(lines, form):
     written = lines(form)
     found = client(Broken(), raises=False).post("/v1/chat/completions", json=CHAT)
@@ -117,7 +117,7 @@ def test_a_mistake_of_the_worker_names_where_its_traceback_stands(lines):
     try:
         raise ZeroDivisionError("deep inside")
     except ZeroDivisionError as exc:
-        error_id = journal.write_traceback(exc, "a mistake while answering")
+        error_id = log.write_traceback(exc, "a mistake while answering")
     found = client(MockPool(lambda job: [error_event(job.id, MistakeError(error_id))])).post("/v1/chat/completions", json=CHAT)
     assert found.status_code == 500 and found.json()["error"]["fields"]["error_id"] == error_id
     assert "deep inside" in next(text for text in written if error_id in text)
@@ -125,7 +125,7 @@ def test_a_mistake_of_the_worker_names_where_its_traceback_stands(lines):
 
 def test_monitoring_is_written_for_who_debugs_alone(lines):
     written = lines("text")
-    for path in journal.QUIET_PATHS:
+    for path in log.QUIET_PATHS:
         client(MockPool()).get(path)
     assert written == []
     logging.getLogger("trimtab").setLevel("DEBUG")
@@ -151,13 +151,13 @@ def test_statuses_are_counted_by_route_and_no_path_of_a_clients_is_a_series(line
 
 @pytest.mark.parametrize(("field", "form", "level"), [("log_format", "xml", "info"), ("log_level", "text", "loud")])
 def test_an_unknown_form_or_level_is_refused(field, form, level):
-    assert refused(journal.set_up, form, level).field == field
+    assert refused(log.set_up, form, level).field == field
 
 
 # What a client chooses, and where lines go ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", journal.FORMATS)
+@pytest.mark.parametrize("form", log.FORMATS)
 def test_no_client_makes_a_long_line(lines, form):
     written = lines(form)
     found = client(MockPool())
@@ -173,19 +173,19 @@ def test_no_client_makes_a_long_line(lines, form):
     assert "Method Not Allowed" in written[0] and "does not take" not in written[0]
 
 
-@pytest.mark.parametrize("form", journal.FORMATS)
+@pytest.mark.parametrize("form", log.FORMATS)
 def test_an_error_that_quotes_a_client_is_cut(lines, form):
     written = lines(form)
     try:
         raise ValueError("B" * 10**6)
     except ValueError as exc:
-        journal.write_traceback(exc, "C" * 10**6)
+        log.write_traceback(exc, "C" * 10**6)
     logging.getLogger("trimtab.serve").warning("%s", "D" * 10**6, extra={"fields": {"field": "E" * 10**6}})
     assert len(written) == 2 and max(map(len, written)) < 100_000 and "letters)" in written[0]
 
 
 def test_a_text_is_cut_in_its_middle():
-    assert journal.short("abcdef", 6) == "abcdef" and journal.short("abcdefg", 6) == "abc...(1 letters)...efg"
+    assert log.short("abcdef", 6) == "abcdef" and log.short("abcdefg", 6) == "abc...(1 letters)...efg"
 
 
 FULL = Path("/dev/full")
@@ -222,18 +222,18 @@ def streams(monkeypatch):
 
 
 @pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.parametrize("form", journal.FORMATS)
+@pytest.mark.parametrize("form", log.FORMATS)
 def test_an_output_that_cannot_be_written_fails_nothing(streams, lines, name, form):
     streams(name)
-    journal.keep_streams()
+    log.keep_streams()
     lines(form)
     del logging.getLogger("trimtab").handlers[0].emit  # the real one, to the stream
     logging.getLogger("trimtab.serve").error("a line")
     for stream in (sys.stdout, sys.stderr):
         print("a line", file=stream, flush=True)
         stream.writelines(["one", "two\n"])
-    journal.keep_streams()
-    assert not isinstance(sys.stderr._stream, journal.Unfailing)
+    log.keep_streams()
+    assert not isinstance(sys.stderr._stream, log.Unfailing)
     assert client(MockPool()).post("/v1/chat/completions", json=CHAT).status_code == 200
 
 
@@ -247,7 +247,7 @@ def test_a_stream_that_can_be_written_again_is_written(monkeypatch):
             self.text += text
 
     disk = Disk()
-    stream = journal.Unfailing(disk)
+    stream = log.Unfailing(disk)
     stream.write("lost\n")
     disk.is_full = False
     stream.write("written\n")
@@ -257,7 +257,7 @@ def test_a_stream_that_can_be_written_again_is_written(monkeypatch):
 @pytest.mark.parametrize("name", ["a full disk", "a reader that left"])
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--log-format", "json"]])
 def test_the_command_says_what_it_can_and_serves(streams, monkeypatch, lines, name, flags):
-    from trimtab.cli import main as cli
+    from trimtab.cli import main
     from trimtab.cli.commands import serve
 
     streams(name)
@@ -269,4 +269,4 @@ def test_the_command_says_what_it_can_and_serves(streams, monkeypatch, lines, na
         return False
 
     monkeypatch.setattr(serve, "_serve", run)
-    assert cli.main(["serve", str(DEMO / "base"), "--device", "cpu", *flags]) == 0 and said == [1]
+    assert main.main(["serve", str(DEMO / "base"), "--device", "cpu", *flags]) == 0 and said == [1]

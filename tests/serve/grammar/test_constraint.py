@@ -61,9 +61,16 @@ def test_a_tokenizer_is_read_as_llguidance_reads_it_and_copied_only_if_it_pads_o
     grammar = Grammar(given, [END])
     read = grammar._tokenizer
     assert read.tokenize_str(text) == wanted.tokenize_str(text)
-    assert (read.is_canonical, read.eos_tokens) == (True, [END])
+    assert read.eos_tokens == [END]
     assert vars(Vocabulary.from_bytes(grammar.vocabulary)) == vars(Vocabulary.of(wanted))
     assert copies == [1] * bool(change)
+
+
+def test_a_part_of_a_vocabulary_is_no_vocabulary(grammar):
+    whole = grammar.vocabulary
+    for part in (b"", whole[:2], whole[:40], whole[:-1], whole[: len(whole) // 2], whole + b"a"):
+        with pytest.raises(ValueError):
+            Vocabulary.from_bytes(part)
 
 
 def is_allowed(grammar, tokenizer, text, schema):

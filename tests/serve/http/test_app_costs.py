@@ -7,19 +7,19 @@ import pytest
 
 from tests.serve.http.test_app import CHAT
 from tests.serving import MockPool, client
-from trimtab.serve.contract import errors as faults
-from trimtab.serve.http import app as app_module
+from trimtab.serve.contract import errors
+from trimtab.serve.http import app
 
 
 def test_the_description_is_made_once_and_away_from_the_event_loop(monkeypatch):
     """It takes a tenth of a second: whoever reads it again and again must not keep others waiting."""
-    made, own = [], app_module.description
+    made, own = [], app.description
 
     def noted(**options):
         made.append(threading.current_thread())
         return own(**options)
 
-    monkeypatch.setattr(app_module, "description", noted)
+    monkeypatch.setattr(app, "description", noted)
     server = client(MockPool())
     first, second = (server.get("/openapi.json") for _ in range(2))
     assert first.json() == second.json() == own(has_key=False) and first.headers["content-type"] == "application/json"
@@ -34,13 +34,13 @@ def test_an_unknown_name_is_compared_with_a_few_of_a_thousand(name, monkeypatch)
         compared.append((len(text), len(choices)))
         return near(text, choices)
 
-    near = faults.near_names
-    monkeypatch.setattr(faults, "near_names", noted)
+    near = errors.near_names
+    monkeypatch.setattr(errors, "near_names", noted)
     pool = MockPool(adapters=[f"style-{number}" for number in range(1000)])
     assert client(pool).get(f"/v1/models/{name}").status_code == 404
     ((length, count),) = compared
     assert length <= 64 and count <= 32
-    assert faults.UnknownModelError("style-77x", [f"style-{number}" for number in range(1000)]).allowed[0] == "style-77"
+    assert errors.UnknownModelError("style-77x", [f"style-{number}" for number in range(1000)]).allowed[0] == "style-77"
 
 
 def test_of_a_key_that_is_given_twice_the_last_one_counts():

@@ -21,7 +21,7 @@ import trimtab
 from tests import ROOT, waiting
 from tests.long_runs import crossed
 from tests.raised import raised
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.demo.demo import ADAPTERS
 from trimtab.demo.demo import FOLDER as DEMO
 
@@ -373,6 +373,6 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_queues(client):
 def test_the_command_that_runs_one_prompt_gives_the_same_answer(client, capsys):
     question = first("audio")
     command = ["run", str(DEMO / "base"), *PLACED[:8], *NAMED, "--use", "style", "--audio", str(DEMO / question["audio"])]
-    assert cli.main([*command, question["prompt"]]) == 0
+    assert main.main([*command, question["prompt"]]) == 0
     found = client.chat.completions.create(model="style", messages=asked(question), temperature=0)
     assert capsys.readouterr().out.strip() == found.choices[0].message.content

@@ -17,7 +17,7 @@ from tests.serve.http.test_app import PNG, MockPool, client
 from trimtab.engine.chat import media_headers
 from trimtab.engine.chat.media_headers import webp_size
 from trimtab.errors import RequestError
-from trimtab.serve.api import schemas as wire
+from trimtab.serve.api import schemas
 from trimtab.serve.api.admission import MEMORY_BYTES
 from trimtab.serve.contract.settings import Limits
 from trimtab.serve.media import cut_media, media
@@ -368,8 +368,8 @@ ASKED = {
 @pytest.mark.parametrize("path", ASKED)
 def test_an_image_that_was_cut_out_reaches_the_model_whole(path, monkeypatch):
     sizes, pool = [], MockPool()
-    read = wire.read
-    monkeypatch.setattr(wire, "read", lambda kind, body, **options: sizes.append(len(body)) or read(kind, body, **options))
+    read = schemas.read
+    monkeypatch.setattr(schemas, "read", lambda kind, body, **options: sizes.append(len(body)) or read(kind, body, **options))
     answer = client(pool).post(path, json={"model": "demo", **ASKED[path]})
     assert answer.status_code == 200, answer.text
     (part,) = [part for part in pool.jobs[-1].prompt[0]["content"] if part["type"] == "image"]

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import trimtab
-from trimtab.serve.contract import log as journal
+from trimtab.serve.contract import log
 from trimtab.serve.contract.job import Event
 from trimtab.serve.observe.metrics import Metrics
 
@@ -72,9 +72,9 @@ def test_what_an_abandoned_request_computed_is_unknown_until_the_worker_tells_it
     metrics, notes = Metrics(), {}
     seen = metrics.begin("demo", "style", choices=2)
     seen.event(Event("1", "done", finish="stop", usage=USAGE))
-    token = journal._notes.set(notes)
+    token = log._notes.set(notes)
     seen.end("cancelled")
-    journal._notes.reset(token)
+    log._notes.reset(token)
     shown = metrics.recent()[0]
     assert [one[name] for one in (notes, shown) for name in USAGE] == [None] * 6
     seen.dropped({"prompt_tokens": 5, "completion_tokens": 3})

@@ -14,15 +14,12 @@ from starlette.testclient import TestClient
 from tests.raised import raised
 from tests.serving import words
 from tests.waiting import turns, until_async
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.contract.job import Job
 from trimtab.serve.contract.settings import Limits, Settings
-from trimtab.serve.ray import config as scale
-from trimtab.serve.ray import deploy as on_ray
-from trimtab.serve.ray import ingress as front_module
-from trimtab.serve.ray import replica
+from trimtab.serve.ray import config, deploy, ingress, replica
 from trimtab.serve.ray.ingress import Ingress, Replicas, summed
 from trimtab.serve.ray.replica import Replica
 from trimtab.serve.scheduling.scheduler import StoppingError
@@ -36,7 +33,7 @@ WAIT_S = 10
 
 @pytest.fixture(autouse=True)
 def no_key(monkeypatch):
-    for name in (scale.KEY_VARIABLE, scale.ADMIN_KEY_VARIABLE):
+    for name in (config.KEY_VARIABLE, config.ADMIN_KEY_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -61,8 +58,8 @@ def test_models_and_settings_come_back_from_plain_values(tmp_path):
         host="0.0.0.0", api_keys=(KEY,), adapter_root=tmp_path, allow_fetch=("example.org",), retry=True,
         limits=Limits(n=2, prompt_tokens=7),
     )  # fmt: skip
-    found = scale.arguments_of([given], settings, replicas=(1, 4), gpus=None, cpus=2)
-    models, back = scale.read_arguments(json.loads(json.dumps(found)))
+    found = config.arguments_of([given], settings, replicas=(1, 4), gpus=None, cpus=2)
+    models, back = config.read_arguments(json.loads(json.dumps(found)))
     assert (models, back) == ([given], settings)
     assert (found["replicas"], found["gpus"], found["cpus"]) == ([1, 4], None, 2)
 
@@ -74,19 +71,19 @@ def test_paths_that_exist_here_are_told_in_full(tmp_path, monkeypatch):
     request = LoadRequest(model="model", device="cpu", offload_dir="offload")
     given = ServedModel(name="a", request=request, adapters={"one": "adapters/one", "two": "not/here"})
     settings = Settings(adapter_root=Path("adapters"))
-    (found,), back = scale.read_arguments(scale.arguments_of([given], settings))
+    (found,), back = config.read_arguments(config.arguments_of([given], settings))
     assert found.request.model == str(tmp_path / "model") and found.request.offload_dir == str(tmp_path / "offload")
     assert dict(found.adapters) == {"one": str(tmp_path / "adapters" / "one"), "two": "not/here"}
     assert back.adapter_root == tmp_path / "adapters"
 
 
 def test_the_key_of_the_machine_that_runs_it_counts(monkeypatch):
-    found = scale.arguments_of([model()], Settings(host="0.0.0.0", api_keys=(KEY,)))
+    found = config.arguments_of([model()], Settings(host="0.0.0.0", api_keys=(KEY,)))
     found["settings"]["api_keys"] = []
-    assert raised(RequestError, scale.read_arguments, found).field == "host"
-    monkeypatch.setenv(scale.KEY_VARIABLE, "another")
-    monkeypatch.setenv(scale.ADMIN_KEY_VARIABLE, "admin")
-    settings = scale.read_arguments(found)[1]
+    assert raised(RequestError, config.read_arguments, found).field == "host"
+    monkeypatch.setenv(config.KEY_VARIABLE, "another")
+    monkeypatch.setenv(config.ADMIN_KEY_VARIABLE, "admin")
+    settings = config.read_arguments(found)[1]
     assert (settings.api_keys, settings.admin_keys) == (("another",), ("admin",))
 
 
@@ -98,22 +95,22 @@ def test_the_key_of_the_machine_that_runs_it_counts(monkeypatch):
     ({"adapters": {"one": "/1"}, "weights": {"one": 0.7}}, {}, "--adapter"),
 ])  # fmt: skip
 def test_what_cannot_hold_on_ray_is_refused(options, given, field):
-    assert raised(RequestError, lambda: scale.arguments_of([model(**options)], Settings(), **given)).field == field
+    assert raised(RequestError, lambda: config.arguments_of([model(**options)], Settings(), **given)).field == field
 
 
 @pytest.mark.parametrize("text, found", [("1", (1, 1)), ("3", (3, 3)), ("1..4", (1, 4))])
 def test_replicas_are_a_number_or_a_range(text, found):
-    assert scale.read_replicas(text) == found
+    assert config.read_replicas(text) == found
 
 
 @pytest.mark.parametrize("text", ["0", "4..1", "1..", "..2", "two", "", "-1", "1.5", "0..2"])
 def test_other_numbers_of_replicas_are_refused(text):
-    assert raised(RequestError, scale.read_replicas, text).field == "--replicas"
+    assert raised(RequestError, config.read_replicas, text).field == "--replicas"
 
 
 def test_gpus_are_for_models_that_may_use_one():
     arguments = {"gpus": 1}
-    assert [scale.gpus_of(arguments, device) for device in ("cpu", "auto", "cuda")] == [0.0, 1.0, 1.0]
+    assert [config.gpus_of(arguments, device) for device in ("cpu", "auto", "cuda")] == [0.0, 1.0, 1.0]
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -121,7 +118,7 @@ def test_gpus_are_for_models_that_may_use_one():
 
 def serve(*flags, capsys):
     """Run the command; returns its exit code and what it wrote."""
-    return cli.main(["serve", "somewhere/else", "--name", "demo", "--device", "cpu", *flags]), capsys.readouterr()
+    return main.main(["serve", "somewhere/else", "--name", "demo", "--device", "cpu", *flags]), capsys.readouterr()
 
 
 @pytest.mark.parametrize("flags", [
@@ -142,7 +139,7 @@ def test_what_says_something_of_copies_needs_ray(flags, capsys):
     (("--print-config", "no/such/folder/file.yaml"), "--print-config"),
 ])  # fmt: skip
 def test_what_has_no_effect_on_ray_is_refused(flags, named, capsys, monkeypatch):
-    monkeypatch.setattr(on_ray, "check_ray", lambda: None)
+    monkeypatch.setattr(deploy, "check_ray", lambda: None)
     code, said = serve("--ray", *flags, capsys=capsys)
     assert code == 2 and said.err.startswith(f"trimtab: {named}"), said.err
     assert KEY not in said.err
@@ -155,9 +152,9 @@ def test_without_ray_the_command_says_how_to_get_it(capsys, monkeypatch):
 
 
 def test_a_printed_file_holds_what_was_asked_and_no_key(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(on_ray, "check_ray", lambda: None)
-    monkeypatch.setenv(scale.KEY_VARIABLE, KEY)
-    monkeypatch.setenv(scale.ADMIN_KEY_VARIABLE, "another-" + KEY)
+    monkeypatch.setattr(deploy, "check_ray", lambda: None)
+    monkeypatch.setenv(config.KEY_VARIABLE, KEY)
+    monkeypatch.setenv(config.ADMIN_KEY_VARIABLE, "another-" + KEY)
     file = tmp_path / "serve.yaml"
     flags = ["--ray", "--replicas", "1..4", "--host", "0.0.0.0", "--port", "9000", "--rows", "3", "--timeout", "5", "--grace", "1"]
     flags += ["--audio-s", "3", "--cpus-per-replica", "0.5", "--gpus-per-replica", "0"]
@@ -168,15 +165,15 @@ def test_a_printed_file_holds_what_was_asked_and_no_key(tmp_path, capsys, monkey
     assert found["http_options"] == {"host": "0.0.0.0", "port": 9000}
     (application,) = found["applications"]
     module, _, name = application["import_path"].partition(":")
-    assert getattr(sys.modules[module], name) is on_ray.application
-    models, settings = scale.read_arguments(application["args"])
+    assert getattr(sys.modules[module], name) is deploy.application
+    models, settings = config.read_arguments(application["args"])
     assert (models[0].rows, settings.api_keys, application["args"]["replicas"]) == (3, (KEY,), [1, 4])
     assert (application["args"]["gpus"], application["args"]["cpus"]) == (0, 0.5)
 
 
 def test_a_file_for_a_model_that_may_use_a_gpu_asks_for_one():
-    arguments = scale.arguments_of([model(device="auto")], Settings())
-    assert yaml.safe_load(scale.config(arguments))["applications"][0]["args"]["gpus"] == 1
+    arguments = config.arguments_of([model(device="auto")], Settings())
+    assert yaml.safe_load(config.config(arguments))["applications"][0]["args"]["gpus"] == 1
 
 
 def test_neither_the_front_nor_what_ray_is_told_imports_torch():
@@ -270,7 +267,7 @@ def lost_is_connection_error(monkeypatch):
     def lost(exc):
         return WorkerDiedError(None, "lost") if isinstance(exc, OSError) else exc
 
-    monkeypatch.setattr(front_module, "lost", lost)
+    monkeypatch.setattr(ingress, "lost", lost)
 
 
 def on_front(handle, work, *, retry=False, adapters=None, kept=()):
@@ -459,7 +456,7 @@ def one_copy(pid=1, state="ready", **numbers):
 
 
 def test_the_state_is_that_of_the_copies(monkeypatch):
-    monkeypatch.setattr(front_module, "POLL_S", 0.01)
+    monkeypatch.setattr(ingress, "POLL_S", 0.01)
     handle = Handle()
 
     async def work(replicas, ask):
@@ -498,7 +495,7 @@ def test_numbers_of_copies_are_added_and_memory_is_the_fullest_ones():
 
 
 def test_the_front_is_the_single_servers_app(monkeypatch):
-    arguments = scale.arguments_of(
+    arguments = config.arguments_of(
         [model(adapters={"one": "/1"})], Settings(api_keys=(KEY,), admin_keys=("admin",), page=False), replicas=(1, 2)
     )
     handle = Handle(answer)

@@ -31,9 +31,9 @@ from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.engine.batch.batch import Batch
 from trimtab.engine.chat import prompt as chat
 from trimtab.engine.kernels.embed_and_logits import with_argmax
-from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.prefill import prefill as prefill_graphs
+from trimtab.engine.kv import kv_cache
 from trimtab.engine.prefill import tower_passes
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
 from trimtab.request import GenerateRequest
 from trimtab.serve.contract.job import Event, Job
@@ -137,7 +137,7 @@ def test_taking_up_a_text_builds_nothing_and_copies_nothing_that_a_captured_prom
     copied = []
     real = chat.Inputs.to
     monkeypatch.setattr(chat.Inputs, "to", lambda self, device: copied.append(self.has_media) or real(self, device))
-    monkeypatch.setattr(hf_slots, "prompt_cache", lambda *_: pytest.fail("a cache for transformers' own pass was built"))
+    monkeypatch.setattr(kv_cache, "prompt_cache", lambda *_: pytest.fail("a cache for transformers' own pass was built"))
     told = ask("a", [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}])
     seen = ask("b")
     for job in (told, seen):
@@ -521,7 +521,7 @@ def test_texts_go_on_between_the_pieces_of_an_image(model, engine, monkeypatch):
     expected = {name: found[0] for name, found in run(engine, *jobs).items()}
     monkeypatch.setattr(tower_passes, "PIECE_POSITIONS", 1)
     engine = LoadedEngine(model, rows=4, resident_limit=1)
-    engine.batch.prompts = prompts = prefill_graphs.PrefillRunner(engine.batch, "static", (64, 128))
+    engine.batch.prompts = prompts = PrefillRunner(engine.batch, "static", (64, 128))
     pieces, prefill = [], engine.prefill
 
     def counted(answer, most_tokens):

@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from tests import ROOT, merged_models, pico
 from tests.raised import refused
-from trimtab.verification.merges import stock_merge
-from trimtab.verification.merges import variants as lanes
+from trimtab.verification.merges import stock_merge, variants
 from trimtab.verification.merges.retention import Survival, lora_delta, mean_survival, survival
 from trimtab.verification.merges.runs import run_lanes
 from trimtab.verification.merges.variants import BY_NAME, LANES, LanePrompt, classify, lane_verdict
-from trimtab.verification.routes import runner as routes
+from trimtab.verification.routes import runner
 from trimtab.verification.routes.prompts import Prompt, demo_prompts
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
@@ -74,8 +73,8 @@ def test_the_seven_lanes_have_names():
         "adapter_vs_base", "direct_4bit_merge", "fresh_bf16_merge", "dequantize_then_merge",
         "base_dequantize_then_merge", "trimtab_merge", "trimtab_requantized_merge",
     ]  # fmt: skip
-    assert [lane.name for lane in lanes.check_names(["trimtab_merge"])] == ["adapter_vs_base", "trimtab_merge"]
-    error = refused(lanes.check_names, ["merge"])
+    assert [lane.name for lane in variants.check_names(["trimtab_merge"])] == ["adapter_vs_base", "trimtab_merge"]
+    error = refused(variants.check_names, ["merge"])
     assert (error.field, error.value) == ("lanes", "merge") and "trimtab_merge" in error.allowed
 
 
@@ -139,7 +138,7 @@ def weaker(adapter: Path, factor: float) -> Path:
 
 
 def run(folder, adapter, work, names, prompts=PROMPTS):
-    rows = routes.prepare(folder, "bfloat16", prompts, work, isolated=False)
+    rows = runner.prepare(folder, "bfloat16", prompts, work, isolated=False)
     report = run_lanes(folder, adapter, rows, work / "lanes", device=DEVICE, new_tokens=5, names=names, isolated=False)
     json.dumps(report.to_json(), allow_nan=False)
     assert not [path for path in (work / "lanes").iterdir() if path.name != "adapter_vs_base"]
@@ -208,7 +207,7 @@ def test_trimtabs_own_merges_pass_and_requantizing_keeps_the_change(tmp_path):
 @pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.slow, id="in its own processes")])
 def test_the_demo_model(tmp_path, isolated):
     """The specialist's targets name wrapped projections, which PEFT refuses: the lane loads a copy and says so."""
-    rows = routes.prepare(DEMO / "base", "bfloat16", demo_prompts(1)[1:2], tmp_path, isolated=False)
+    rows = runner.prepare(DEMO / "base", "bfloat16", demo_prompts(1)[1:2], tmp_path, isolated=False)
     adapter = DEMO / "adapters" / "specialist"
     report = run_lanes(
         DEMO / "base", adapter, rows, tmp_path / "lanes", device=DEVICE, new_tokens=16, names=["fresh_bf16_merge"],

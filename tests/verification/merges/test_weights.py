@@ -8,7 +8,7 @@ from bitsandbytes.functional import dequantize_blockwise
 
 from tests import pico, quantized_files
 from trimtab.checkpoint.folder import read_checkpoint
-from trimtab.engine.formats import coded_files as pack
+from trimtab.engine.formats import coded_files
 from trimtab.engine.formats.bitsandbytes import quant_state, quantize
 from trimtab.errors import CheckpointError
 from trimtab.formats.packed import split_packed
@@ -105,9 +105,9 @@ def packed(values, quant, dtype=torch.bfloat16):
     """Return (grid, values) of a weight as bitsandbytes packs it, or with "own" as `trimtab merge --requantize nf4-dq` does."""
     if quant.startswith("own"):
         parts = {}
-        for name, _, data in pack.packed_parts(quant.removeprefix("own "), "", lambda a, b: values[a:b], SHAPE, "bfloat16"):
+        for name, _, data in coded_files.packed_parts(quant.removeprefix("own "), "", lambda a, b: values[a:b], SHAPE, "bfloat16"):
             parts[name] = torch.cat((parts.get(name, torch.empty(0, dtype=torch.uint8)), data.reshape(-1).view(torch.uint8)))
-        rows = pack.in_memory(quant.removeprefix("own "), SHAPE, parts)
+        rows = coded_files.in_memory(quant.removeprefix("own "), SHAPE, parts)
         codes, levels = parts[""], parts[".quant_map"].view(torch.float32)
         index = torch.stack((codes >> 4, codes & 15), 1).view(-1)
         found = (levels[index.int()] * rows.scales.repeat_interleave(64)).view(SHAPE)

@@ -11,7 +11,7 @@ from tests.alarm_faults import ADAPTER_FAULTS
 from tests.alarm_routes import Route, judge_demos, judge_route
 from tests.alarms import FAULTS, Right, judge_fault, judge_right
 from trimtab.process.packages import stack_versions
-from trimtab.verification.routes import alarm_rate as criterion
+from trimtab.verification.routes import alarm_rate
 
 RECORDED = ROOT / "bench" / "results" / "alarms.json"
 RIGHT = Right(
@@ -116,7 +116,7 @@ def assert_is_proof(found):
 def test_the_recorded_proof_has_no_alarm_and_misses_no_fault():
     found = json.loads(RECORDED.read_text(encoding="utf-8"))
     assert_is_proof(found)
-    assert (found["false_alarm_rate"], found["margin"]) == (criterion.FALSE_ALARM_RATE, criterion.MARGIN)
+    assert (found["false_alarm_rate"], found["margin"]) == (alarm_rate.FALSE_ALARM_RATE, alarm_rate.MARGIN)
     assert set(found["versions"]) == set(stack_versions()) and found["seed"] == alarms.SEED
     for name in ("merge_check", "verify_merged", "verify_routes", "demo"):
         assert found["right"][name]["rate_below"] == pytest.approx(alarms.upper_bound(0, found["right"][name]["of"]))

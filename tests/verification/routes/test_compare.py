@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.raised import refused
-from trimtab.verification.routes import alarm_rate as criterion
-from trimtab.verification.routes import compare
+from trimtab.verification.routes import alarm_rate, compare
 from trimtab.verification.routes.compare import DRAW, Difference, Noise, NoiseFloor, difference
 from trimtab.verification.routes.loaded_changes import SIZE, compare_changes, sketch
 
@@ -155,8 +154,8 @@ def test_a_limit_is_exceeded_as_rarely_as_it_says():
     alarms = 0
     for _ in range(4000):
         sizes = [math.exp(generator.gauss(-4, 0.2)) for _ in range(9)]
-        rows = [{name: size**power for name, power in criterion.MEASURES.items()} for size in sizes]
-        limit = criterion.limits({"p": rows[:8]}, rate=0.05 * 3, margin=1.0)["p"]
+        rows = [{name: size**power for name, power in alarm_rate.MEASURES.items()} for size in sizes]
+        limit = alarm_rate.limits({"p": rows[:8]}, rate=0.05 * 3, margin=1.0)["p"]
         alarms += rows[8]["mean_abs"] > limit.mean_abs
     assert 0.02 < alarms / 4000 < 0.055
 
@@ -164,11 +163,11 @@ def test_a_limit_is_exceeded_as_rarely_as_it_says():
 def test_the_quantile_is_students():
     # Tables: t(0.0005, 21) = 3.819, t(0.0005, 7) = 5.408. The bound is at most 5 % above.
     for freedom, exact in ((21, 3.819), (7, 5.408)):
-        assert exact < criterion.student_quantile(0.0005, freedom) < 1.05 * exact
+        assert exact < alarm_rate.student_quantile(0.0005, freedom) < 1.05 * exact
 
 
 def test_the_limit_of_signs_is_hoeffdings():
-    assert criterion.symmetric_limit(1e-6, 49) == pytest.approx(math.sqrt(2 * math.log(2 * 49 / 1e-6)))
+    assert alarm_rate.symmetric_limit(1e-6, 49) == pytest.approx(math.sqrt(2 * math.log(2 * 49 / 1e-6)))
 
 
 def test_the_floor_is_the_largest_of_all_pairs():

@@ -14,9 +14,7 @@ from tests.raised import raised, refused
 from trimtab.errors import DeviceError, DoesNotFitError, UpstreamError
 from trimtab.process import phases
 from trimtab.request import LoadRequest
-from trimtab.verification.routes import compare, rounding
-from trimtab.verification.routes import runner as routes
-from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes import compare, rounding, runner, teacher_forcing
 from trimtab.verification.routes.prompts import Prompt, demo_prompts
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
@@ -25,28 +23,28 @@ PROMPTS = (Prompt("one", token_ids=tuple(range(40, 52))), Prompt("two", token_id
 
 
 def rows_of(folder, out, prompts=PROMPTS):
-    return routes.prepare(folder, "bfloat16", prompts, out, isolated=False)
+    return runner.prepare(folder, "bfloat16", prompts, out, isolated=False)
 
 
 def items_of(rows, adapter=None):
-    return [routes.Item(**row, adapter=adapter) for row in rows]
+    return [runner.Item(**row, adapter=adapter) for row in rows]
 
 
 def own(folder, adapter=None, **options):
     options = {"quant": "none", "context_tokens": 512, "images": 1, "device": DEVICE} | options
     request = LoadRequest(model=str(folder), adapters={"a": str(adapter)} if adapter else {}, **options)
-    return routes.Route(label="ours", request=request)
+    return runner.Route(label="ours", request=request)
 
 
 def theirs(folder, adapter=None, quant="none"):
-    return routes.Route(
+    return runner.Route(
         label="stock", engine="stock", folder=str(folder), quant=quant, device=DEVICE,
         adapters={"a": str(adapter)} if adapter else {},
     )  # fmt: skip
 
 
 def run(route, items, out, **options):
-    return routes.run_route(route, items, out, **({"new_tokens": 5, "isolated": False} | options))
+    return runner.run_route(route, items, out, **({"new_tokens": 5, "isolated": False} | options))
 
 
 # What both are asked --------------------------------------------------------------------------------------------------
@@ -57,32 +55,32 @@ def test_a_continuation_is_appended_to_every_row_of_tokens():
         "input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long),
         "mm_token_type_ids": torch.tensor([[0, 1, 1]]), "pixel_values": torch.ones(1, 3),
     }  # fmt: skip
-    found = forced.extended(inputs, [8, 9])
+    found = teacher_forcing.extended(inputs, [8, 9])
     assert found["input_ids"].tolist() == [[5, 6, 7, 8, 9]] and found["attention_mask"].tolist() == [[1] * 5]
     assert found["mm_token_type_ids"].tolist() == [[0, 1, 1, 0, 0]] and found["pixel_values"] is inputs["pixel_values"]
-    assert forced.extended(inputs, [])["input_ids"] is inputs["input_ids"]
+    assert teacher_forcing.extended(inputs, [])["input_ids"] is inputs["input_ids"]
 
 
 def test_rows_of_several_lengths_are_filled_up_on_the_right():
     rows = [{"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))} for ids in ([1, 2, 3], [4])]
-    found = forced.padded_batch(rows)
+    found = teacher_forcing.padded_batch(rows)
     assert found["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]] and found["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
 def test_a_route_prepares_prompts_as_a_process_of_their_own_does(tmp_path, monkeypatch):
     folder, started = pico.build("llama", tmp_path / "base"), []
-    run_module = routes.run_module
+    run_module = runner.run_module
     monkeypatch.setattr(
-        routes, "run_module", lambda module, *more, **options: started.append(module) or run_module(module, *more, **options)
+        runner, "run_module", lambda module, *more, **options: started.append(module) or run_module(module, *more, **options)
     )
     rows = rows_of(folder, tmp_path)
     few = {"noise": "without batches", "noise_items": 1}
     apart = run(own(folder), items_of(rows), tmp_path / "apart", **few)
     started.clear()
-    asking = routes.to_prepare(folder, "bfloat16", PROMPTS, tmp_path)
-    unknown = [routes.Item(**{**row, "prompt_tokens": 0}, adapter=None) for row in rows]
+    asking = runner.to_prepare(folder, "bfloat16", PROMPTS, tmp_path)
+    unknown = [runner.Item(**{**row, "prompt_tokens": 0}, adapter=None) for row in rows]
     both = run(own(folder), unknown, tmp_path / "both", prepare=asking, **few)
-    assert started == [routes.OWN] and both.rows == rows and both.noise == apart.noise
+    assert started == [runner.OWN] and both.rows == rows and both.noise == apart.noise
     assert [one.token_ids for one in both.said] == [one.token_ids for one in apart.said]
 
 
@@ -91,7 +89,7 @@ def test_a_route_prepares_prompts_as_a_process_of_their_own_does(tmp_path, monke
 def test_steps_are_the_distances_of_a_dtypes_numbers(dtype, wide):
     values = torch.cat([torch.zeros(1), torch.randn(500) * torch.exp(6 * torch.randn(500))]).to(wide)
     eps = torch.full_like(values, torch.finfo(dtype).eps)
-    assert torch.equal(forced.steps_of(values, dtype), torch.ldexp(eps, torch.frexp(values).exponent - 1))
+    assert torch.equal(teacher_forcing.steps_of(values, dtype), torch.ldexp(eps, torch.frexp(values).exponent - 1))
 
 
 def test_prepared_inputs_are_the_models_own(tmp_path):
@@ -119,10 +117,10 @@ def test_ours_and_stock_give_the_same_bits(tmp_path, family, quant):
     adapter = pico.adapter(folder, tmp_path / "adapter")
     items = items_of(rows_of(folder, tmp_path), "a")
     first = run(own(folder, adapter, quant=quant), items, tmp_path / "ours", hidden=True)
-    second = run(theirs(folder, adapter, quant), routes.with_continuations(items, first), tmp_path / "theirs", hidden=True)
+    second = run(theirs(folder, adapter, quant), runner.with_continuations(items, first), tmp_path / "theirs", hidden=True)
     for a, b in zip(first.said, second.said, strict=True):
         assert a.repeats and b.repeats and a.continuation == b.continuation == a.token_ids == b.token_ids
-        (ours, our_layers), (others, other_layers) = forced.read_run(a.file), forced.read_run(b.file)
+        (ours, our_layers), (others, other_layers) = teacher_forcing.read_run(a.file), teacher_forcing.read_run(b.file)
         assert compare.difference(ours, others).is_same
         assert ours.shape[0] == items[0].prompt_tokens + 5 or a is not first.said[0]
         assert torch.equal(our_layers, other_layers) and len(our_layers) > 2
@@ -138,8 +136,8 @@ def test_one_changed_row_of_one_weight_is_seen(tmp_path):
     save_file(tensors, str(file), metadata={"format": "pt"})
     items = items_of(rows_of(folder, tmp_path))
     first = run(own(folder), items, tmp_path / "a", noise=True)
-    second = run(own(other), routes.with_continuations(items, first), tmp_path / "b")
-    found = compare.difference(*(forced.read_run(ran.said[0].file)[0] for ran in (first, second)))
+    second = run(own(other), runner.with_continuations(items, first), tmp_path / "b")
+    found = compare.difference(*(teacher_forcing.read_run(ran.said[0].file)[0] for ran in (first, second)))
     assert first.noise.verdict(found) == "differs"
 
 
@@ -147,25 +145,25 @@ def test_an_item_may_follow_another_ones_answer(tmp_path):
     folder = pico.build("llama", tmp_path / "base")
     adapter = pico.adapter(folder, tmp_path / "adapter")
     row = rows_of(folder, tmp_path)[0]
-    items = [routes.Item(**row, adapter="a"), routes.Item(**row, adapter=None, follows=0)]
+    items = [runner.Item(**row, adapter="a"), runner.Item(**row, adapter=None, follows=0)]
     for route, out in ((own(folder, adapter), "a"), (theirs(folder, adapter), "b")):
         with_adapter, base = run(route, items, tmp_path / out).said
         assert base.continuation == with_adapter.token_ids
-        a, b = (forced.read_run(said.file)[0] for said in (with_adapter, base))
+        a, b = (teacher_forcing.read_run(said.file)[0] for said in (with_adapter, base))
         assert a.shape == b.shape and not torch.equal(a, b)
 
 
 def test_a_batch_of_rows_with_their_own_adapters_is_each_alone(tmp_path):
     folder = pico.build("llama", tmp_path / "base", dtype="float32")
     paths = {name: str(pico.adapter(folder, tmp_path / name, seed=at)) for at, name in enumerate("ab")}
-    items = [routes.Item(**row, adapter=name) for row in rows_of(folder, tmp_path) for name in ("a", None, "b")]
+    items = [runner.Item(**row, adapter=name) for row in rows_of(folder, tmp_path) for name in ("a", None, "b")]
     request = LoadRequest(model=str(folder), adapters=paths, quant="none", dtype="float32", batch=4, device=DEVICE)
-    first = run(routes.Route(label="alone", request=request), items, tmp_path / "alone")
-    mixed = routes.Route(label="mixed", request=request, batched=4)
-    second = run(mixed, routes.with_continuations(items, first), tmp_path / "mixed")
+    first = run(runner.Route(label="alone", request=request), items, tmp_path / "alone")
+    mixed = runner.Route(label="mixed", request=request, batched=4)
+    second = run(mixed, runner.with_continuations(items, first), tmp_path / "mixed")
     assert [said.token_ids for said in second.said] == [None] * 6
     for a, b in zip(first.said, second.said, strict=True):
-        found = compare.difference(forced.read_run(a.file)[0], forced.read_run(b.file)[0])
+        found = compare.difference(teacher_forcing.read_run(a.file)[0], teacher_forcing.read_run(b.file)[0])
         # float32: the rounding of a few hundred additions (6e-8 each) of values around 1; an adapter moves them by 0.1.
         assert found.max_abs < 1e-4
 
@@ -198,7 +196,9 @@ def test_an_order_that_fails_is_named_not_hidden():
     def fail():
         raise RuntimeError("no room\nmore")
 
-    pairs, skipped = forced.measure_noise("p", torch.zeros(2, 3), iter([("twice", lambda: torch.ones(2, 3)), ("big", fail)]))
+    pairs, skipped = teacher_forcing.measure_noise(
+        "p", torch.zeros(2, 3), iter([("twice", lambda: torch.ones(2, 3)), ("big", fail)])
+    )
     assert [(pair.first, pair.second, pair.max_abs) for pair in pairs] == [("once", "twice", 1.0)]
     assert skipped == ("p, big: RuntimeError: no room",)
 
@@ -229,7 +229,7 @@ def test_the_rounding_run_is_pefts_merge(tmp_path):
 
     plan = trimtab.plan(folder, adapters={"a": adapter}, quant="none", context=64, device="cpu")
     with trimtab.load(plan) as model:
-        inputs = forced.read_inputs(row["file"], "cpu")
+        inputs = teacher_forcing.read_inputs(row["file"], "cpu")
         with rounding.merged_in_memory(model, "a", None):
             module = model.hf_model.get_submodule("model.layers.0.mlp.up_proj")
             ours = module.adapters["rounded once"].weight
@@ -237,10 +237,10 @@ def test_the_rounding_run_is_pefts_merge(tmp_path):
         # Both round once to bf16, from float64 here and float32 there: a few values on the edge fall to the other side.
         assert float((ours != theirs_).float().mean()) < 0.01 and not torch.equal(ours, module.dense_weight())
         model.adapter_store.set(None)
-        before = forced.forward(model.hf_model, inputs)[0]
+        before = teacher_forcing.forward(model.hf_model, inputs)[0]
         with rounding.merged_in_memory(model, "a", 1):
-            assert not torch.equal(forced.forward(model.hf_model, inputs)[0], before)
-        assert torch.equal(forced.forward(model.hf_model, inputs)[0], before)
+            assert not torch.equal(teacher_forcing.forward(model.hf_model, inputs)[0], before)
+        assert torch.equal(teacher_forcing.forward(model.hf_model, inputs)[0], before)
         assert model.adapter_store.names == {"a"} and model.adapter_store.selection.name is None
 
 
@@ -259,20 +259,20 @@ def test_a_route_in_its_own_process_says_the_same_and_its_peak(tmp_path):
         assert phase in told["here"] and phase in told["there"], phase
     assert told["there"][:2] == [("ours: starting a process", ""), ("ours: importing torch and transformers", "")]
     assert [said.token_ids for said in there.said] == [said.token_ids for said in here.said]
-    assert torch.equal(*(forced.read_run(ran.said[1].file)[0] for ran in (here, there)))
+    assert torch.equal(*(teacher_forcing.read_run(ran.said[1].file)[0] for ran in (here, there)))
     assert there.memory["host_peak_bytes"] > 100 * 2**20 and there.seconds > 0
     assert here.memory["host_peak_bytes"] == 0
 
 
 def test_an_error_of_ours_keeps_its_kind_and_fields(tmp_path):
     """In the process of a route it is told as a line; outside that line becomes the error again."""
-    from trimtab.verification.routes import child as isolated
+    from trimtab.verification.routes import child
 
     folder = pico.build("llama", tmp_path / "base")
     route = own(folder, gpu_memory_bytes=1000).to_json()
     lines = []
-    isolated.main({"module": routes.OWN, "request": {"route": route, "items": []}}, lines.append)
-    error = raised(DoesNotFitError, lambda: routes.raise_told(json.loads(json.dumps(lines)), "it"))
+    child.main({"module": runner.OWN, "request": {"route": route, "items": []}}, lines.append)
+    error = raised(DoesNotFitError, lambda: runner.raise_told(json.loads(json.dumps(lines)), "it"))
     assert error.budget_bytes == 1000 and error.needed_bytes > 1000 and "budget" in str(error)
 
 
@@ -281,7 +281,7 @@ def test_an_error_that_leaves_its_process_is_raised_here(tmp_path, monkeypatch):
         "from trimtab.errors import RequestError\n\n\ndef main(request, emit):\n    raise RequestError('', field='x', **request)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    error = refused(routes.run_module, "refusing", {"value": 0}, "it", isolated=True)
+    error = refused(runner.run_module, "refusing", {"value": 0}, "it", isolated=True)
     assert (error.field, error.value) == ("x", 0)
 
 
@@ -295,7 +295,7 @@ def test_what_stock_raises_is_an_upstream_error_with_its_package(tmp_path):
 
 def test_a_process_that_dies_is_a_device_error(tmp_path):
     with pytest.raises(DeviceError, match="the process of route 'it' ended with ModuleNotFoundError"):
-        routes.run_module("trimtab.verification.no_such", {}, "it", isolated=True)
+        runner.run_module("trimtab.verification.no_such", {}, "it", isolated=True)
 
 
 # Packages that an interpreter with the stock stack alone lacks.

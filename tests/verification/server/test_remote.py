@@ -11,12 +11,12 @@ import trimtab
 from bench.planted import Planted
 from tests.adapter_files import rewritten
 from tests.raised import raised
-from trimtab.cli import main as cli
+from trimtab.cli import main
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.doctor.servers.known import FAULTS
 from trimtab.errors import RequestError
 from trimtab.report.render import FORMS
-from trimtab.verification.server import verify as verify_remote
+from trimtab.verification.server import verify
 from trimtab.verification.server.channels import Channel
 from trimtab.verification.server.faults import other_values, write_adapter, write_faults
 from trimtab.verification.server.local import Reference, Row
@@ -42,7 +42,7 @@ def served(tmp_path_factory):
 
 def ask(planted, **options):
     given = {"adapters": {"style": STYLE}, "remote_model": "m", "quant": "none", "new_tokens": 4, **options}
-    return verify_remote.verify_remote(BASE, against="http://host:8000/v1", transport=planted.transport(), **given)
+    return verify.verify_remote(BASE, against="http://host:8000/v1", transport=planted.transport(), **given)
 
 
 @pytest.mark.usefixtures("few_questions")
@@ -190,7 +190,7 @@ def test_a_connectors_part_that_is_dropped_is_a_fault_of_its_own(tmp_path):
 def test_the_output_in_the_docs_is_what_the_command_prints(served):
     page = (DEMO.parent.parent / "docs" / "is-my-adapter-alive.md").read_text("utf-8")
     shown = page.partition("<!-- output:alive -->")[2].partition("<!-- /output -->")[0]
-    report = ask(Planted(served, {"m": "scaled", "b": None}), remote_base="b", new_tokens=verify_remote.NEW_TOKENS)
+    report = ask(Planted(served, {"m": "scaled", "b": None}), remote_base="b", new_tokens=verify.NEW_TOKENS)
     printed = str(report).replace("WRONG: m ", "WRONG: medical ").replace("adapter style should", "adapter medical should")
     # Times and last digits are this machine's; words, faults and counts are not.
     told = [[word for word in line.split() if not any(map(str.isdigit, word))] for line in shown.splitlines() if line.strip()]
@@ -218,14 +218,14 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_sent(capsys):
         ("--against", "http://u:p@h/v1", "--remote-model", "m"): "against", ("--against", "ollama:"): "against",
     }  # fmt: skip
     for flags, field in refused.items():
-        assert cli.main(["verify", str(BASE), "--adapter", f"style={STYLE}", *flags, "--json"]) == 2
+        assert main.main(["verify", str(BASE), "--adapter", f"style={STYLE}", *flags, "--json"]) == 2
         assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == field
 
 
 def test_a_servers_words_are_escaped_on_the_page():
     evil = "<script>alert(1)</script>|[x](http://evil)"
     channel = Channel("chat", "/chat/completions", 5, lambda question: None, lambda value: None)
-    report = verify_remote.RemoteReport(
+    report = verify.RemoteReport(
         url="http://h/v1", remote_model=evil, remote_base=None, model="m", adapter=evil, adapter_path="p",
         verdict=nothing_to_tell(evil), precision="none", residuals={"none": 0.1}, channels={"text": channel},
         refusals={"text": (evil,)}, answered=(Answered("q", "text", 1.0, evil + "\x1b[31m"),), not_tried=(evil,),

@@ -10,7 +10,7 @@ import trimtab
 from bench.planted import Planted
 from trimtab.demo.demo import FOLDER as DEMO
 from trimtab.errors import RequestError
-from trimtab.verification.server import verify as verify_remote
+from trimtab.verification.server import verify
 
 BASE, STYLE = DEMO / "base", DEMO / "adapters" / "style"
 
@@ -62,7 +62,7 @@ def served():
 
 
 def ask(server, against="ollama:mine", **options):
-    return verify_remote.verify_remote(
+    return verify.verify_remote(
         BASE, adapters={"style": STYLE}, against=against, transport=server.transport(), quant="none", new_tokens=4, **options,
     )  # fmt: skip
 
@@ -99,4 +99,4 @@ def test_a_model_that_ollama_does_not_have_is_named(served):
 ])  # fmt: skip
 def test_the_host_of_ollama_is_read_as_its_own_client_reads_it(monkeypatch, variable, url):
     monkeypatch.setenv("OLLAMA_HOST", variable)
-    assert verify_remote._server("ollama:mine", None) == (url, "mine", True)
+    assert verify._server("ollama:mine", None) == (url, "mine", True)

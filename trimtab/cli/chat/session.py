@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.adapter_names import BASE as DEMO
 from trimtab.adapter_names import KNOWS, MIX_FORM, is_mix, parse_mix, without_demo_name
 from trimtab.checkpoint.names import near_names
-from trimtab.cli.chat import file as chat_file
+from trimtab.cli.chat import file
 from trimtab.cli.chat.input import Reader
 from trimtab.cli.flags.flags import BASE, mix_text
 from trimtab.cli.flags.opening import end_text
@@ -313,13 +313,13 @@ class Session:
 
     def _save_over(self, rest: str) -> None:
         path = Path(_path(rest, "/save"))
-        chat_file.save(self.chat, self.model.plan.request, path)
+        file.save(self.chat, self.model.plan.request, path)
         self._own_files.add(path.resolve())
         self._say(f"saved: {path}, {len(self.chat.turns)} messages")
 
     def _load(self, rest: str) -> None:
         path = _path(rest, "/load")
-        chat_file.load(self.chat, path)
+        file.load(self.chat, path)
         self._own_files.add(Path(path).resolve())
         self._images, self._audios = [], []
         last = f"; the last answer:\n{self.style.printable(self.chat.turns[-1].text)}" if self.chat.turns else ""

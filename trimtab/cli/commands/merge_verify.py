@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import trimtab
-from trimtab.cli.commands import verify_server as remote
+from trimtab.cli.commands import verify_server
 from trimtab.cli.flags.flags import (
     adapter_to_use,
     add_adapters,
@@ -64,7 +64,7 @@ def add(command: Command) -> None:
         "--max-new-tokens", type=token_count, metavar="N", help="tokens of each answer (default: 32; 8 for a server)"
     )
     verified.add_argument("--save", metavar="FILE", help="write the report as .json, .md or .html")
-    remote.add(verified)
+    verify_server.add(verified)
 
 
 def run_merge(options: argparse.Namespace) -> int:
@@ -121,13 +121,13 @@ def run_verify(options: argparse.Namespace) -> int:
     from trimtab.report.render import Report
     from trimtab.verification.routes.prompts import read_prompts
 
-    source = None if remote.is_server(options) else _request(options)
+    source = None if verify_server.is_server(options) else _request(options)
     if options.save:
         Report.check_save_path(options.save)
     if options.prompts:
         read_prompts(options.prompts)
     if source is None:
-        on_server = remote.report_on(options)
+        on_server = verify_server.report_on(options)
         give_report(on_server, options)
         return on_server.exit_code
     report = _compare(source, options)

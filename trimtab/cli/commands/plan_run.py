@@ -334,11 +334,11 @@ def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan
 
 
 def run_demo(options: argparse.Namespace) -> int:
-    from trimtab.demo import demo as line
+    from trimtab.demo import demo
 
-    options.model = str(line.FOLDER / "base")
+    options.model = str(demo.FOLDER / "base")
     say: Callable[[str], None] = (lambda text: None) if options.json else (lambda text: print_text(text, flush=True))
-    report = line.run(say, load_request(options))
+    report = demo.run(say, load_request(options))
     if options.json:
         print_json(report)
     return 0

@@ -43,9 +43,9 @@ def run_tune(options: argparse.Namespace) -> int:
         progress = phases.counting("measuring kernels on this GPU,")
         report, document = tune_model(model, rows=options.rows, progress=progress)
     if options.export:
-        from trimtab.engine.cuda import shipped_configs as launch_configs
+        from trimtab.engine.cuda import shipped_configs
 
-        write_text(options.export, launch_configs.to_text(document), field="--export")
+        write_text(options.export, shipped_configs.to_text(document), field="--export")
     if options.json:
         print_json(report.to_json())
         return 0

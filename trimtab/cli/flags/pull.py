@@ -34,10 +34,10 @@ def pull(model: str, *, revision: str | None, as_json: bool) -> Any:
     """Fetch a model with bars on a terminal. Returns a `hub.Pulled`."""
     if as_json or not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when huggingface_hub is imported
-    from trimtab.checkpoint import hub as download
+    from trimtab.checkpoint import hub
 
     say = None if as_json else lambda text: print_text(text, file=sys.stderr, flush=True)
-    return download.pull(model, revision=revision, say=say)
+    return hub.pull(model, revision=revision, say=say)
 
 
 def pull_if_asked(options: argparse.Namespace) -> None:

@@ -75,9 +75,9 @@ def _half(tensors: Mapping[str, Any]) -> dict[str, Any]:
 def _processor(folder: Path) -> Any:
     if not any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json", "tokenizer.json")):
         return None
-    from trimtab.engine.loader import processor as hf_processor
+    from trimtab.engine.loader.processor import load_processor
 
-    return hf_processor.load_processor(folder)
+    return load_processor(folder)
 
 
 def _asked(processor: Any, mode: str, folder: Path) -> dict[str, Any]:

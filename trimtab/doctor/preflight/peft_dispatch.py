@@ -19,7 +19,7 @@ from peft import PeftConfig, peft_model
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.doctor.preflight.device_map import OFF
 from trimtab.doctor.preflight.shape import device_of
-from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.loader import transformers_model
 from trimtab.stock.load import load_adapter
 
 _REQUIRED = re.compile(r"- (\S+): (\d+(?:\.\d+)?) bytes required")
@@ -74,7 +74,7 @@ def plan_of(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def empty_base(folder: str, dtype: str) -> Any:
     """Return transformers' model of a checkpoint on the meta device, with tied parameters."""
-    model = hf.probe(read_checkpoint(folder), dtype).model
+    model = transformers_model.probe(read_checkpoint(folder), dtype).model
     by_id: dict[int, Any] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):

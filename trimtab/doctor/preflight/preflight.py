@@ -119,9 +119,9 @@ def preflight(
 def _machine(gpu_bytes: int | None, host_bytes: int | None, device: str = "auto") -> Machine:
     """Return this machine, or one like it with other memory. The driver's context is part of the free memory."""
     import trimtab.engine.model  # noqa: F401  # so that the process has what loading imports (`read_machine`)
-    from trimtab.engine.memory import rates as devices
+    from trimtab.engine.memory import rates
 
-    machine = devices.read_machine()
+    machine = rates.read_machine()
     if device == "cpu":
         machine = replace(machine, execution_device="cpu", gpu_total_bytes=0, gpu_free_bytes=0)
     if gpu_bytes is not None:
@@ -154,11 +154,11 @@ def _towers_dense(shape: ModelShape, environment: Environment) -> bool:
 def _rates(machine: Machine) -> Rates:
     import torch
 
-    from trimtab.engine.memory import rates as devices
+    from trimtab.engine.memory import rates
 
     # Another machine's rates are unknown: those of an old consumer machine are enough to compare placements.
     is_here = machine.on_cpu or torch.cuda.is_available()
-    return devices.measure_rates(machine.execution_device) if is_here else Rates()
+    return rates.measure_rates(machine.execution_device) if is_here else Rates()
 
 
 # JSON -----------------------------------------------------------------------------------------------------------------

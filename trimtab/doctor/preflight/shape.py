@@ -112,12 +112,12 @@ def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> 
 def shape_of(model: str, device_map: Mapping[str, str], quant: str, dtype: str) -> ModelShape:
     """Return the shape by this interpreter's transformers."""
     from trimtab.api import resolve_quant
-    from trimtab.engine.loader import transformers_model as hf
+    from trimtab.engine.loader import transformers_model
 
     checkpoint = read_checkpoint(model)
     kind = resolve_quant(quant, checkpoint)
-    probe = hf.probe(checkpoint, dtype)
-    anatomy = hf.anatomy_of(probe, checkpoint, quant=kind)
+    probe = transformers_model.probe(checkpoint, dtype)
+    anatomy = transformers_model.anatomy_of(probe, checkpoint, quant=kind)
     linears = [row.module_path for row in anatomy.rows if row.kind == "linear"]
     tensors = [tensor.tensor_path for row in anatomy.rows for tensor in row.tensors]
     away = [key for key, device in device_map.items() if device in ("cpu", "disk")]

@@ -15,14 +15,12 @@ from trimtab.checkpoint.names import near_names
 from trimtab.engine.batch.request import Constraint, Draw, PendingToken, Prompt, Row, SampledToken, Sampler, queue_draws
 from trimtab.engine.chat.control_tokens import end_token_ids
 from trimtab.engine.chat.prompt import fitted
-from trimtab.engine.decode import batch_invariant as company
-from trimtab.engine.decode import decode_step
+from trimtab.engine.decode import batch_invariant, decode_step
 from trimtab.engine.decode.decode_step import BatchState, StepBuffers
-from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import kv_cache
 from trimtab.engine.kv.sequence import Inputs, RowPages, lost_words, without_row
-from trimtab.engine.prefill import prefill as prefill_graphs
-from trimtab.engine.prefill import prefix_cache
-from trimtab.engine.prefill import stock_pass as hf_own_pass
+from trimtab.engine.prefill import prefix_cache, stock_pass
+from trimtab.engine.prefill.prefill import PrefillRunner
 from trimtab.engine.prefill.rows import PrefillContext
 from trimtab.engine.prefill.warm_up import CaptureAhead
 from trimtab.errors import DeviceError, RequestError
@@ -106,7 +104,7 @@ class Batch:
         self.context_tokens = self.context_tokens or self.model.context_tokens
         self.ends = frozenset(end_token_ids(self.model.hf_model))
         self._lost_words = lost_words(self.model.hf_model)
-        self.cache = hf_slots.BatchedKVCache(
+        self.cache = kv_cache.BatchedKVCache(
             self.rows, self.context_tokens, self.model.device, kv_tokens=self.model.plan.request.kv_tokens,
             kv=self.model.plan.request.kv, bytes_of=partial(_kv_bytes, self.model, self.context_tokens, self.rows),
         )  # fmt: skip
@@ -121,7 +119,7 @@ class Batch:
         mode = self.decode or self.model.decode
         self.is_invariant = bool(self.model.plan.request.batch_invariant)
         self.steps = decode_step.DecodeStep(self.model, StepBuffers(self.tokens, self.cache, self.rows, self.context_tokens), mode)
-        self.prompts = prefill_graphs.PrefillRunner(self, "eager" if mode == "eager" else "auto")
+        self.prompts = PrefillRunner(self, "eager" if mode == "eager" else "auto")
         self.prefixes = prefix_cache.Prefixes(self)
         self.captures_ahead = CaptureAhead(self)
 
@@ -203,9 +201,9 @@ class Batch:
     def prefill(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
         """Compute the next chunk of a prompt, captured or by transformers' modules; True when it was the last."""
         if self.is_invariant:  # the time that a step leaves cuts no prompt
-            most_tokens = company.piece_tokens(self.prompts.sizes, self.model.prefill_tokens)
+            most_tokens = batch_invariant.piece_tokens(self.prompts.sizes, self.model.prefill_tokens)
         takes = self.prompts.is_on and self.prompts.takes(prompt)
-        return self.prompts.step(prompt, most_tokens) if takes else hf_own_pass.step(self, prompt, most_tokens)
+        return self.prompts.step(prompt, most_tokens) if takes else stock_pass.step(self, prompt, most_tokens)
 
     def place(self, prompt: Prompt) -> None:
         """Give a complete prompt a row behind the active ones, and queue the sampling of its first token, unless the next step
@@ -342,7 +340,7 @@ class Batch:
             return
         try:
             self.cache.fill(number, prompt.cache, prompt.done_tokens, offset=prompt.offset)
-        except hf_slots.UnsupportedLayersError as exc:
+        except kv_cache.UnsupportedLayersError as exc:
             raise self._no_rows(exc) from exc
 
     def _no_rows(self, why: object) -> DeviceError:

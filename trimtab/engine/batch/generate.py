@@ -23,8 +23,7 @@ from trimtab.engine.batch.request import AnswerPenalties, Suppressed, check_logi
 from trimtab.engine.chat.call_values import mark_overlap
 from trimtab.engine.chat.control_tokens import ChatModel, HasContext, end_token_ids, tokenizer_of
 from trimtab.engine.chat.prompt import fitted
-from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.kv import sequence
+from trimtab.engine.kv import kv_cache, sequence
 from trimtab.engine.kv.sequence import Inputs, text_of
 from trimtab.engine.prefill.rows import PrefillContext
 from trimtab.engine.prefill.stock_pass import whole_pass
@@ -560,7 +559,7 @@ def stock_generate(
         }  # fmt: skip
         if request.min_p is not None:
             options["min_p"] = request.min_p
-    cache = {"past_key_values": hf_slots.prompt_cache(model, kv)} if kv == "int8" else {}
+    cache = {"past_key_values": kv_cache.prompt_cache(model, kv)} if kv == "int8" else {}
     if prefill_chunk_tokens is not None:
         options["prefill_chunk_size"] = prefill_chunk_tokens
     config = transformers.GenerationConfig(

@@ -12,13 +12,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.cuda import launch_config as cuts
-from trimtab.engine.kernels import dequantize as prompt_kernels
-from trimtab.engine.kernels import gemm4 as many_rows
-from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.cuda import launch_config
+from trimtab.engine.kernels import dequantize, gemm4, gemv4
 from trimtab.engine.kernels.experts import MEMBERS, ExpertLora, lora_tables
 from trimtab.engine.layers.leaves import Leaf
-from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora import layers
 from trimtab.engine.lora.experts import DOWN, ExpertProduct
 from trimtab.engine.lora.layers import ExpertsAdapter, StackChange
 from trimtab.engine.lora.store import EAGER, TOWERS, AdapterStore, AdapterTable, Fitting, Groups
@@ -70,7 +68,7 @@ def groups_of(leaves: Sequence[Leaf]) -> dict[Leaf, tuple[Leaf, ...]]:
 class AdapterSlots:
     """The tables of the linear layers among `modules`, for passes of up to `rows` rows. module: the compiled kernels that read
     them; many: those for more rows than they take at once (gemm4.py); prompt: those for rows of several tokens (dequantize.py).
-    is_fixed: as `matvec.LoraArgs` has it. experts: modules of experts that kernels compute.
+    is_fixed: as `gemv4.LoraArgs` has it. experts: modules of experts that kernels compute.
 
     Errors: RequestError for fewer slots than rows.
 
@@ -93,11 +91,11 @@ class AdapterSlots:
         self._place = {leaf: number for number, leaf in enumerate(leaves)}
         self._of_kind: dict[str, list[Leaf]] = {}
         for leaf in leaves:
-            self._of_kind.setdefault(lora.kind_of(leaf.module_path), []).append(leaf)
+            self._of_kind.setdefault(layers.kind_of(leaf.module_path), []).append(leaf)
         self._columns: WeakKeyDictionary[Fitting, _Columns] = WeakKeyDictionary()
         # Layers that read one tensor, where all of them are there and next to each other.
         self._groups = {leaf: group for leaf, group in groups_of(leaves).items() if self._is_whole(group)}
-        self._shared: tuple[weakref.ref[Tensor], int, tuple[Leaf, ...], matvec.LoraArgs] | None = None
+        self._shared: tuple[weakref.ref[Tensor], int, tuple[Leaf, ...], gemv4.LoraArgs] | None = None
         shape = (len(leaves), slots)
         types = dict(zip(_COLUMNS, (torch.int64, torch.int64, torch.int32, torch.float32), strict=True))
         self._table = {name: torch.zeros(shape, dtype=dtype, device=device) for name, dtype in types.items()}
@@ -139,7 +137,7 @@ class AdapterSlots:
                 if (why := why_not_experts(adapter)) is not None:
                     return f"adapter {name} {why} at {path}"
                 continue
-            if not isinstance(adapter, lora.LinearAdapter) or not isinstance(module, Leaf):
+            if not isinstance(adapter, layers.LinearAdapter) or not isinstance(module, Leaf):
                 return f"adapter {name} changes {path}, which is no linear layer"
             if (why := why_not_plain(adapter)) is not None:
                 return f"adapter {name} {why} at {path}"
@@ -242,7 +240,7 @@ class AdapterSlots:
         self.experts.put(0, adapters)
         self.row_slots.zero_()
 
-    def set_layers(self, adapters: Mapping[Leaf, lora.LinearAdapter]) -> None:
+    def set_layers(self, adapters: Mapping[Leaf, layers.LinearAdapter]) -> None:
         """Let every row use these adapters, by layer, which need no name in the store. Ask `why_not_plain` about each first."""
         self._covered = set(adapters)
         self.largest_rank = _stepped(max(rank_of(one) for one in adapters.values()))
@@ -251,7 +249,7 @@ class AdapterSlots:
         self.row_slots.zero_()
         self._lows(self.row_slots.numel())  # nothing is allocated in a pass
 
-    def _write(self, slot: int, integers: Tensor, scale: Tensor, more: Mapping[Leaf, lora.LinearAdapter]) -> None:
+    def _write(self, slot: int, integers: Tensor, scale: Tensor, more: Mapping[Leaf, layers.LinearAdapter]) -> None:
         """Write the numbers of a slot to the device. integers, scale: as `_Columns` has them, A and B as addresses; more: of other
         layers."""
         for leaf, one in more.items():
@@ -291,11 +289,11 @@ class AdapterSlots:
 
     def empty(self, rows: int) -> None:
         """Prepare the scratch of a step's products; once per step, before `args(..., is_empty=True)`."""
-        self._lows(rows).view(torch.int32).fill_(matvec.EMPTY)
+        self._lows(rows).view(torch.int32).fill_(gemv4.EMPTY)
         self._empty = (rows, self.largest_rank), set(range(len(self._place)))
         self._shared = None
 
-    def args(self, leaves: Sequence[Leaf], rows: int, *, is_empty: bool = False) -> matvec.LoraArgs | None:
+    def args(self, leaves: Sequence[Leaf], rows: int, *, is_empty: bool = False) -> gemv4.LoraArgs | None:
         """Return the kernels' arguments for layers that read one input, None if no adapter touches them.
 
         leaves: in the order of the model's modules, next to each other. is_empty: `empty` was called in this step.
@@ -310,7 +308,7 @@ class AdapterSlots:
         self._empty[1].difference_update(numbers)
         each = rows * self.largest_rank
         low = self._lows(rows)[part.start * each : part.stop * each]
-        return matvec.LoraArgs(
+        return gemv4.LoraArgs(
             A_ptr=self._table["A_ptr"][part], B_ptr=self._table["B_ptr"][part], rank=self._table["rank"][part],
             scale=self._table["scale"][part], row_slots=self.row_slots[:rows],
             low=low.view(rows, len(leaves), self.largest_rank), is_empty=is_empty, is_fixed=self.is_fixed,
@@ -322,21 +320,21 @@ class AdapterSlots:
         rows, tokens, round_change = x.shape[0], x.shape[1:-1].numel(), rounds_change(leaf.quant_kind)
         if self.prompt is not None and tokens > 1:
             number = self._place[leaf]
-            line = matvec.LoraColumns(*(self._table[name][number] for name in _COLUMNS))
-            prompt_kernels.add_rows(
+            line = gemv4.LoraColumns(*(self._table[name][number] for name in _COLUMNS))
+            dequantize.add_rows(
                 line, self.row_slots[:rows], tokens, x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]), self.prompt,
                 largest_rank=self.largest_rank, round_change=round_change,
             )  # fmt: skip
             return y
         assert tokens == 1
         args, made_of = self._taken(leaf, x)
-        if self.many is not None and rows > cuts.MAX_ROWS:
-            many_rows.add(y.view(rows, -1), args, self.many, x=made_of, round_change=round_change)
+        if self.many is not None and rows > launch_config.MAX_ROWS:
+            gemm4.add(y.view(rows, -1), args, self.many, x=made_of, round_change=round_change)
         else:
-            matvec.lora_add(y.view(rows, -1), args, self.module, x=made_of, round_change=round_change)
+            gemv4.lora_add(y.view(rows, -1), args, self.module, x=made_of, round_change=round_change)
         return y
 
-    def _taken(self, leaf: Leaf, x: Tensor) -> tuple[matvec.LoraArgs, Tensor | None]:
+    def _taken(self, leaf: Leaf, x: Tensor) -> tuple[gemv4.LoraArgs, Tensor | None]:
         """Return a layer's adapters and the input of A x. For consecutive layers with the same input, the first layer's launch
         computes A x for all, and the others get None."""
         # Whether it was changed in between is not known of a tensor that counts no versions.
@@ -354,7 +352,7 @@ class AdapterSlots:
         return arguments, x.reshape(rows, -1)
 
 
-def why_not_plain(adapter: lora.LinearAdapter) -> str | None:
+def why_not_plain(adapter: layers.LinearAdapter) -> str | None:
     """Return why kernels cannot read this adapter of a layer where it is, None if it is plain LoRA in contiguous float32."""
     A, B = adapter.A, adapter.B
     if A is None or B is None or adapter.weight is not None or adapter.bias is not None:
@@ -365,7 +363,7 @@ def why_not_plain(adapter: lora.LinearAdapter) -> str | None:
     return None if is_read else "is not stored in contiguous float32"
 
 
-def rank_of(adapter: lora.LinearAdapter) -> int:
+def rank_of(adapter: layers.LinearAdapter) -> int:
     """Return the rank of a LoRA."""
     assert adapter.A is not None
     return int(adapter.A.shape[0])

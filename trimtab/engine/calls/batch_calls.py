@@ -13,8 +13,7 @@ import torch
 
 from trimtab.checkpoint.names import near_names
 from trimtab.engine.batch.generate import Answer, AnswerSoFar, AnswerText, Finish, Piece, detokenizer_of, generate_text, logprobs_of
-from trimtab.engine.decode import batch_invariant as company
-from trimtab.engine.decode import decode_step
+from trimtab.engine.decode import batch_invariant, decode_step
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import RequestError, TrimtabError
@@ -62,7 +61,7 @@ def answers(
     rows = model.plan.request.batch if rows is None else rows
     if rows < 1:
         raise RequestError("a batch has at least one row", field="rows", value=rows)
-    company.check_rows(model, rows)
+    batch_invariant.check_rows(model, rows)
     if isinstance(requests, (str, Mapping)):
         raise RequestError("is one request; give a list of requests", field="requests", value=type(requests).__name__)
     prepared = (_prepared(model, index, one, options) for index, one in enumerate(requests))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.checkpoint.names import check_options, near_names
 from trimtab.engine.batch.generate import Answer, AnswerText, Detokenizer, Timed, hidden_ids, texts
-from trimtab.engine.chat import prompt as chat
+from trimtab.engine.chat import prompt
 from trimtab.engine.chat.answer_forms import THOUGHT_MARKS
 from trimtab.engine.chat.answer_reader import AnswerReader
 from trimtab.engine.chat.control_tokens import end_token_ids, tokenizer_of
@@ -234,7 +234,7 @@ class Conversation:
             if room < least and may_drop:
                 left_out = following or 0
                 continue
-            chat.check_fits(model, inputs, limit or 1)
+            prompt.check_fits(model, inputs, limit or 1)
             return inputs, room, left_out
 
     def _has_room_for_media(self, turns: Sequence[Turn]) -> bool:
@@ -276,7 +276,7 @@ def _said(model: AskedModel, inputs: Inputs, request: GenerateRequest, answer: A
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     if special.isdisjoint(close for _, close in THOUGHT_MARKS):
         return answer.text
-    form = chat.answer_form(model.processor)
+    form = prompt.answer_form(model.processor)
     if form.thoughts is None or form.thoughts[1] not in special:
         return answer.text
     ends = {*end_token_ids(model.hf_model), *request.stop_token_ids}

@@ -15,15 +15,13 @@ from torch import Tensor
 from trimtab.engine.decode.step_capture import StepCapture
 from trimtab.engine.decode.step_choice import Fallback, StepChoice
 from trimtab.engine.formats.packed import MatmulTable
-from trimtab.engine.kernels import embed_and_logits as ends
-from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels import embed_and_logits, gemm4
 from trimtab.engine.kernels.device_kernels import DeviceKernels
 from trimtab.engine.kernels.experts import MOST_ROWS as MOST_EXPERT_ROWS
-from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.kv import sequence
+from trimtab.engine.kv import kv_cache, sequence
 from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache
 from trimtab.engine.layers import leaves
-from trimtab.engine.lora import fewer_ops as short_ops
+from trimtab.engine.lora import fewer_ops
 from trimtab.engine.lora.store import EAGER
 from trimtab.engine.memory.graph_cache import Body, GraphCache, Inputs, Policy, extra_bytes, most_graphs
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
@@ -118,7 +116,7 @@ class DecodeStep:
         self._choice = StepChoice(self.model, self.mode, self.rows)
         self._graphs = GraphCache()
         self._slots: AdapterSlots | None = None
-        self._short_ops: short_ops.ShortOps | None = None
+        self._short_ops: fewer_ops.ShortOps | None = None
         self._fused: FusedStep | None = None
         # The count of changes of the attached adapters at the last check whether a fused step is right for them, and the result.
         self._examined: tuple[int, str | None] | None = None
@@ -129,7 +127,7 @@ class DecodeStep:
         # A token without a row in a layer's table ends its answer before a step looks it up.
         self._may_lack_rows = bool(sequence.lost_words(self.model.hf_model))
         # Families with recurrent layers look an image's placeholder up as any other token, in a step.
-        is_recurrent = hf_slots.keeps_states(self.model.hf_model)
+        is_recurrent = kv_cache.keeps_states(self.model.hf_model)
         self._placeholders = frozenset[int]() if is_recurrent else sequence.placeholder_ids(self.model.hf_model)
         self._capturing = StepCapture(self._choice, self.tokens, self._graphs)
 
@@ -218,7 +216,9 @@ class DecodeStep:
         for number, name in rows.items():
             self.model.adapter_store.set(name)
             with self.cache.from_row(number), torch.no_grad():
-                scores, token = ends.without(ends.argmax_logits(self._modules(1), None, None, None), self.suppressed)
+                scores, token = embed_and_logits.without(
+                    embed_and_logits.argmax_logits(self._modules(1), None, None, None), self.suppressed
+                )
             logits.append(scores[0].clone())
             tokens.append(token[0].clone())
         return torch.stack(logits), torch.stack(tokens)
@@ -247,13 +247,13 @@ class DecodeStep:
         if self.mode == "eager" or not self._may_be_short():
             return self._modules(count)
         if self._short_ops is None:
-            self._short_ops = short_ops.ShortOps(
+            self._short_ops = fewer_ops.ShortOps(
                 self.model.hf_model, self.model.adapter_store, self.device, partial(self._choice.fall_back, requested=False)
             )
         unpacked = self.model.unpacked
         table = MatmulTable(
             None if unpacked is None else unpacked.matmul(least=KERNEL_ROWS + 1),
-            many_rows.matmul(self._choice.four_bit, self.kernels.rows),
+            gemm4.matmul(self._choice.four_bit, self.kernels.rows),
         )  # fmt: skip
         with self._short_ops.step(matmuls=table):
             return self._modules(count, are_added=True)
@@ -267,10 +267,10 @@ class DecodeStep:
         if (table := self.model.adapter_store.table) is not None:
             table.empty(count)
         cache.begin(count)
-        masks = hf_slots.step_masks(self.model.hf_model, cache, count, self.model.dtype, are_added=are_added)
+        masks = kv_cache.step_masks(self.model.hf_model, cache, count, self.model.dtype, are_added=are_added)
         step = cache.rows_of_step(count)
         output = self.model.hf_model(
-            input_ids=self.tokens[step], position_ids=hf_slots.step_positions(self.model.hf_model, cache, count),
+            input_ids=self.tokens[step], position_ids=kv_cache.step_positions(self.model.hf_model, cache, count),
             attention_mask=masks, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=True,
         )  # fmt: skip
         logits: Tensor = output.logits[:, -1]
@@ -281,8 +281,8 @@ class DecodeStep:
             if self._fused is not None and step is self._fused:
                 outputs = self._fused(count, next_tokens)
             else:
-                outputs = ends.argmax_logits(step(count), None, next_tokens, self.kernels.ends)
-            return ends.without(outputs, self.suppressed, next_tokens)
+                outputs = embed_and_logits.argmax_logits(step(count), None, next_tokens, self.kernels.ends)
+            return embed_and_logits.without(outputs, self.suppressed, next_tokens)
 
     def _finish_and_go_on(self, step: Step, count: int) -> tuple[Tensor, Tensor]:
         return self._finish(step, count, self.tokens[:count, 0])
@@ -324,7 +324,7 @@ class DecodeStep:
         bucket = next((size for size in BUCKETS if size >= count and size <= self.rows), self.rows)
         if self.is_invariant:
             bucket = self.rows
-        elif self.cache.has_recurrent and (self.mode == "graph" or bucket > many_rows.MOST_ROWS or self.fused_step() is None):
+        elif self.cache.has_recurrent and (self.mode == "graph" or bucket > gemm4.MOST_ROWS or self.fused_step() is None):
             # A capture computes a step several times, and padding rows may be placed ones: modules would advance their states.
             self._choice.fall_back("graph", "states of recurrent layers need the kernels of a step", requested=self.mode == "graph")
             return None
@@ -332,7 +332,7 @@ class DecodeStep:
         step: Step = self._short
         kind = "modules"
         slots = self._slots_for(names)
-        if self.mode != "graph" and bucket <= many_rows.MOST_ROWS:
+        if self.mode != "graph" and bucket <= gemm4.MOST_ROWS:
             fused = self.fused_step()
             if fused is not None:
                 step, kind = fused, "fused"
@@ -555,8 +555,8 @@ def _wrong_rows(model: EngineContext, part: int) -> str | None:
     hf_model, device = model.hf_model, model.device
     # A sliding layer of stock's cache keeps one position less than its window.
     places = min(_TRIED_PLACES, model.plan.request.context_tokens)
-    count = min(_TRIED_TOKENS, places - 1, *(window - 1 for window in hf_slots.windows(hf_model, places)))
-    if count < 4 or hf_slots.keeps_states(hf_model):
+    count = min(_TRIED_TOKENS, places - 1, *(window - 1 for window in kv_cache.windows(hf_model, places)))
+    if count < 4 or kv_cache.keeps_states(hf_model):
         return None  # too short for two rows; or a state, which cannot be cut back
     words, media = model.anatomy.vocab_size - 1, sequence.placeholder_ids(hf_model)
     ordinary = (token for token in range(words // part, words) if token not in media)
@@ -564,13 +564,13 @@ def _wrong_rows(model: EngineContext, part: int) -> str | None:
     if (count := ids.shape[1]) < 4:
         return None
     lengths = [count - 1, count - 3]
-    cache, rows = hf_slots.prompt_cache(hf_model), BatchedKVCache(2, places, device)
+    cache, rows = kv_cache.prompt_cache(hf_model), BatchedKVCache(2, places, device)
     sequence.reset_offset(hf_model)
     try:
         with sequence.text_of(hf_model, count):
             wanted = hf_model(
                 input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True, return_dict=True,
-                **hf_slots.prompt_positions(hf_model, 0, count, device),
+                **kv_cache.prompt_positions(hf_model, 0, count, device),
             ).logits[0, lengths].float()  # fmt: skip
     except _OF_MODULES as exc:  # a text alone is nothing for it
         _raise_device_errors(exc)

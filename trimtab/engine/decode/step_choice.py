@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trimtab.engine.kernels import dequantize as prompt_kernels
+from trimtab.engine.kernels import dequantize
 from trimtab.engine.kernels.device_kernels import EXPERTS, DeviceKernels
 from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.memory.graph_cache import check_room
@@ -62,7 +62,7 @@ class StepChoice:
             self._take_for_adapters()
         has_many = self.is_captured and self.rows > KERNEL_ROWS
         hf_model = self.model.hf_model
-        self.four_bit = [*prompt_kernels.four_bit(hf_model), *prompt_kernels.packed_heads(hf_model)] if has_many else []
+        self.four_bit = [*dequantize.four_bit(hf_model), *dequantize.packed_heads(hf_model)] if has_many else []
         if self.four_bit and self.device.type == "cuda":
             self._take(self.kernels.with_rows(self.four_bit, self.model.dtype))
 

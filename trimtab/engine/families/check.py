@@ -14,8 +14,7 @@ from torch.nn import functional
 from trimtab.engine.families.decoder import Attention, Decoder, DeltaNet, Layer, Mlp, Norm, UndescribedError
 from trimtab.engine.families.families import describe
 from trimtab.engine.formats.packed import MatmulTable
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import delta_rule
+from trimtab.engine.kernels import attention_and_norms, delta_rule
 from trimtab.engine.kernels.embed_and_logits import argmax_logits
 from trimtab.engine.kernels.plain_attention import attention_torch, norm_torch, turned_torch
 from trimtab.engine.kv.kv_cache import BatchedKVCache, prompt_cache
@@ -272,7 +271,7 @@ def _behind(decoder: Decoder, layer: Layer, h: Tensor, attended: Tensor, extra: 
         assert own is not None
         made = own.module(x[0], *own.chosen(x[0]))[None]
         if own.shared is not None:
-            made = fused.add_gated(made, mlp(own.shared, x), None if own.shared_gate is None else own.shared_gate(x))
+            made = attention_and_norms.add_gated(made, mlp(own.shared, x), None if own.shared_gate is None else own.shared_gate(x))
     else:
         made = mlp(layer.mlp, x)
         if own is not None:

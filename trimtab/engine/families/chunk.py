@@ -14,9 +14,7 @@ from trimtab.engine.batched_lora.table import AdapterSlots, why_not_plain
 from trimtab.engine.families.decoder import DeltaNet
 from trimtab.engine.families.step import FusedStep, TokenPositions
 from trimtab.engine.formats.packed import LayerProduct, MatmulTable
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import delta_rule
-from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import attention_and_norms, delta_rule, gemv4
 from trimtab.engine.kernels.plain_attention import attention_torch
 from trimtab.engine.kv.kv_cache import LayerCache, PagedLayer
 from trimtab.engine.kv.sequence import PageTable
@@ -86,7 +84,7 @@ class ChunkLayers:
                 self._add(y, middle, post, None, None, after, None)
                 (gate,) = self._products([layer.per_layer.gate], after, rows)
                 gated = torch.empty_like(gate)
-                fused.gated(gate, per_layer_input.flatten(0, 1), gated, self.step.kind, module)
+                attention_and_norms.gated(gate, per_layer_input.flatten(0, 1), gated, self.step.kind, module)
                 (y,) = self._products([layer.per_layer.projection], gated, rows)
                 middle, post = after, layer.per_layer.norm
             out, made = torch.empty_like(h), None if following is None else torch.empty_like(h)
@@ -102,7 +100,7 @@ class ChunkLayers:
         out_x: Tensor | None, added: float | None = None,
     ) -> None:  # fmt: skip
         norm = self.step.norm(residual, post, following, scale, out_h)
-        fused.add_norm(
+        attention_and_norms.add_norm(
             y if added is None else y * added, residual, norm.post, norm.next, norm.eps, scale, out_h,
             None if following is None else out_x, self.step.kernels.small, form=norm.form,
         )  # fmt: skip
@@ -133,7 +131,7 @@ class ChunkLayers:
             self.step.add_norm(part, wide, part)
         queries = torch.empty(n, own.shape.heads, dim, dtype=x.dtype, device=x.device)
         keys, values = (torch.empty(own.shape.kv_heads, n, dim, dtype=x.dtype, device=x.device) for _ in range(2))
-        fused.turn(
+        attention_and_norms.turn(
             made[0], made[1], made[2] if len(made) > 2 else None, dim, own.norms(), cos, sin, queries, keys, values,
             module=self.step.kernels.small,
         )  # fmt: skip
@@ -173,14 +171,14 @@ class ChunkLayers:
         y = self.step.mixture(own, None, residual, x if y is None else None, y, rows)
         if own.shared is not None:
             gate = None if own.shared_gate is None else self._products([own.shared_gate], x, rows)[0]
-            fused.add_gated(y, self._gated(own.shared, x, rows), gate, self.step.kernels.small)
+            attention_and_norms.add_gated(y, self._gated(own.shared, x, rows), gate, self.step.kernels.small)
         return y
 
     def _gated(self, own: Mlp, x: Tensor, rows: int) -> Tensor:
         made = self._products(own.gates, x, rows)
         gate, up = made if own.up is not None else made[0].chunk(2, dim=1)
         gated = torch.empty(gate.shape, dtype=x.dtype, device=x.device)
-        fused.gated(gate, up, gated, self.step.kind, self.step.kernels.small)
+        attention_and_norms.gated(gate, up, gated, self.step.kind, self.step.kernels.small)
         return self._products([own.down], gated, rows)[0]
 
     def _products(self, leaves: Sequence[Leaf], x: Tensor, rows: int) -> list[Tensor]:
@@ -209,7 +207,7 @@ class _Pass:
 
     h: Tensor
     x: Tensor
-    norm: matvec.Norm | None
+    norm: gemv4.Norm | None
     turns: dict[str, tuple[Tensor, Tensor]]
     states: dict[int, tuple[Tensor, Tensor]]
     where: TokenPositions

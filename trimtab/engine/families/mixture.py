@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.engine.batched_lora import table
-from trimtab.engine.kernels import experts as kernels
-from trimtab.engine.kernels import routers
+from trimtab.engine.kernels import experts, routers
 
 if TYPE_CHECKING:
     from trimtab.engine.cuda import nvrtc
@@ -42,7 +41,7 @@ class Chosen(NamedTuple):
 
     numbers: Tensor
     weights: Tensor
-    fetch: kernels.Fetch | None = None
+    fetch: experts.Fetch | None = None
 
 
 def routed(
@@ -57,9 +56,9 @@ def routed(
         # Padding rows choose what the first row does: they bring no expert to the device.
         is_used = torch.arange(len(x), dtype=torch.int32, device=x.device) < live
         numbers = torch.where(is_used[:, None], numbers, numbers[:1])
-    if made.experts is None or len(x) > kernels.MOST_ROWS:  # a step that is not captured may have more rows
+    if made.experts is None or len(x) > experts.MOST_ROWS:  # a step that is not captured may have more rows
         return Chosen(numbers, weights)
-    return Chosen(numbers, weights, kernels.fetch(numbers, own.mixture(activation), made.experts, x.dtype))
+    return Chosen(numbers, weights, experts.fetch(numbers, own.mixture(activation), made.experts, x.dtype))
 
 
 def _routed(
@@ -83,18 +82,18 @@ def experts_of(
 ) -> Tensor:  # fmt: skip
     """Return the experts' output for x [n, D]. rows: as `Experts.chosen` has it. module: of the kernels, None without."""
     numbers, weights, fetch = chosen
-    lora: kernels.ExpertLora | None = store.applier.expert_args(
+    lora: experts.ExpertLora | None = store.applier.expert_args(
         own.module, rows if rows > 1 else len(x)
     )  # a step's tokens are rows
     adapters = vars(own.module).get("adapters", ())
     # Adapters that no table holds are added by the module's own way.
     is_apart = lora is None and any(name in adapters for name in store.selection.active())
     # Many tokens without adapters over unpacked experts: torch's grouped product, unless only the kernels can be captured.
-    is_many = len(x) > kernels.MOST_ROWS and lora is None
+    is_many = len(x) > experts.MOST_ROWS and lora is None
     is_plain = is_many and not (own.is_packed or (store.groups_on_host and own.takes_many))
     if module is None or is_apart or is_plain or not own.has_mixture:
         if fetch is not None:
             fetch.join()
         return own.module(x, numbers, weights)
     mixture, out = own.mixture(activation), x.new_empty(x.shape)
-    return kernels.experts(x, numbers, weights, mixture, out, lora=lora, module=module, fetched=fetch)
+    return experts.experts(x, numbers, weights, mixture, out, lora=lora, module=module, fetched=fetch)

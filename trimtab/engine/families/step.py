@@ -10,16 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.cuda import launch_config as cuts
+from trimtab.engine.cuda import launch_config
 from trimtab.engine.families.decoder import Attention, DeltaNet, Experts, Layer, Mlp, Norm
 from trimtab.engine.families.families import describe
 from trimtab.engine.families.mixture import Chosen, experts_of, routed
 from trimtab.engine.formats.packed import Matmul, MatmulTable
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import delta_rule, layouts
-from trimtab.engine.kernels import embed_and_logits as ends
-from trimtab.engine.kernels import gemm4 as many_rows
-from trimtab.engine.kernels import gemv4 as matvec
+from trimtab.engine.kernels import attention_and_norms, delta_rule, embed_and_logits, gemm4, gemv4, layouts
 from trimtab.engine.kv.kv_cache import BatchedKVCache
 from trimtab.engine.kv.recurrent import RecurrentLayer
 from trimtab.engine.layers.leaves import Leaf, PackedTable, ResidentLeaf, Table, packed_together, staged_in
@@ -34,7 +30,7 @@ if TYPE_CHECKING:
 
 
 # Writes products over one input, x [n, D_in] -> out [n, all D_out], with the adapters of a table.
-GroupProduct = Callable[[Sequence[Leaf], Tensor, Tensor, matvec.LoraArgs | None], None]
+GroupProduct = Callable[[Sequence[Leaf], Tensor, Tensor, gemv4.LoraArgs | None], None]
 
 
 def choose_kernels(hf_model: HFModel, rows: int, *, is_invariant: bool = False) -> DeviceKernels:
@@ -49,7 +45,7 @@ def choose_kernels(hf_model: HFModel, rows: int, *, is_invariant: bool = False) 
         groups, decoder.shapes(), rows=rows, sizes=decoder.sizes(), norm=decoder.norm, progress=progress,
         deltas=list(dict.fromkeys(one.shape for one in decoder.deltas.values())), mixtures=decoder.mixtures(),
     )  # fmt: skip
-    if is_invariant and rows <= cuts.MAX_ROWS:
+    if is_invariant and rows <= launch_config.MAX_ROWS:
         kernels.compile_fixed(groups, groups[0][0][0].dtype, rows)
     return kernels
 
@@ -129,27 +125,25 @@ class FusedStep:
         many = {group[0] for group in groups if self._can_multiply_many(group)}
         kept = {group[0] for group in groups if group[0] in many and self.joined(group) is not None}
         return MatmulTable(
-            Matmul("gemv4", few, self._gemv4, most=cuts.MAX_ROWS),
-            Matmul("dequantized", kept, partial(self._gemm4, is_kept=True), max(cuts.MAX_ROWS, many_rows.PAYING_ROWS) + 1),
-            Matmul("gemm4", many, self._gemm4, cuts.MAX_ROWS + 1),
+            Matmul("gemv4", few, self._gemv4, most=launch_config.MAX_ROWS),
+            Matmul("dequantized", kept, partial(self._gemm4, is_kept=True), max(launch_config.MAX_ROWS, gemm4.PAYING_ROWS) + 1),
+            Matmul("gemm4", many, self._gemm4, launch_config.MAX_ROWS + 1),
         )
 
     def _can_multiply(self, group: Sequence[Leaf]) -> bool:
         if self.kernels.matvec is None or not self.kernels.pays(group):
             return False
-        return not any(matvec.why_not(leaf.packed(), leaf.dtype, leaf.device) for leaf in group)
+        return not any(gemv4.why_not(leaf.packed(), leaf.dtype, leaf.device) for leaf in group)
 
     def _can_multiply_many(self, group: Sequence[Leaf]) -> bool:
-        return self.kernels.rows is not None and all(many_rows.why_not(leaf.packed(), leaf.dtype) is None for leaf in group)
+        return self.kernels.rows is not None and all(gemm4.why_not(leaf.packed(), leaf.dtype) is None for leaf in group)
 
-    def _gemv4(self, leaves: Sequence[Leaf], x: Tensor, out: Tensor, lora: matvec.LoraArgs | None) -> None:
+    def _gemv4(self, leaves: Sequence[Leaf], x: Tensor, out: Tensor, lora: gemv4.LoraArgs | None) -> None:
         packed = packed_together(leaves)
-        matvec.matvec4(x, packed, out, bias=[leaf.bias for leaf in leaves], lora=lora, module=self.kernels.matvec)
+        gemv4.matvec4(x, packed, out, bias=[leaf.bias for leaf in leaves], lora=lora, module=self.kernels.matvec)
 
-    def _gemm4(
-        self, leaves: Sequence[Leaf], x: Tensor, out: Tensor, lora: matvec.LoraArgs | None, *, is_kept: bool = False
-    ) -> None:
-        many_rows.linear(
+    def _gemm4(self, leaves: Sequence[Leaf], x: Tensor, out: Tensor, lora: gemv4.LoraArgs | None, *, is_kept: bool = False) -> None:
+        gemm4.linear(
             x, packed_together(leaves), out, bias=[leaf.bias for leaf in leaves], lora=lora, module=self.kernels.rows,
             unpacked=self.joined(leaves) if is_kept else None, beside=self.beside,
         )  # fmt: skip
@@ -202,7 +196,7 @@ class FusedStep:
         hidden = h[:, None]
         extra = self._per_layer(ids, hidden, own)
         turns = self.turns(hidden, self._turning(positions))
-        norm: matvec.Norm | None = None  # of x, which is not applied yet
+        norm: gemv4.Norm | None = None  # of x, which is not applied yet
         shared: dict[int, tuple[Tensor, Tensor]] = {}
         where = TokenPositions(
             positions, self.buffer("ring", (count,), torch.long), None if self.cache.pool is None else self.cache.pool.table
@@ -231,13 +225,13 @@ class FusedStep:
         lookups = [first] if second is None else [first, second]
         x = self.buffer("x", first.out.shape, first.out.dtype)
         # The first of a graph: no earlier kernel overlaps with it.
-        ends.rows(
+        embed_and_logits.rows(
             ids[:, 0], lookups, self.kernels.ends, norm=None if norm is None else (norm.weight, norm.eps, x),
             ring=(positions, self.ring, ring), dependent=False, form="inside" if norm is None else norm.form,
         )  # fmt: skip
         return first.out, first.out if norm is None else x, None if second is None else second.out
 
-    def _lookup(self, name: str, table: nn.Module, ids: Tensor) -> ends.Lookup | None:
+    def _lookup(self, name: str, table: nn.Module, ids: Tensor) -> embed_and_logits.Lookup | None:
         """Return the kernel's arguments for a table without adapters whose rows are on the device, None for other tables.
         ids: [n, 1]."""
         if self.kernels.ends is None or not isinstance(table, Table) or table.adapters:
@@ -252,7 +246,7 @@ class FusedStep:
         if rows is None or scale is None or rows[0].dtype != table.dtype:
             return None
         out = self.buffer(name, (len(ids), rows[0].shape[1]), rows[0].dtype)
-        return ends.Lookup(rows[0], scale, out, in_order=rows[1])
+        return embed_and_logits.Lookup(rows[0], scale, out, in_order=rows[1])
 
     def empty(self, count: int) -> None:
         """Prepare the scratch of the adapters for the products of a pass of this many rows; the first call of a pass."""
@@ -279,7 +273,7 @@ class FusedStep:
             cos, sin = (self.buffer(f"{name} {kind}", shape, hidden.dtype) for name in ("cos", "sin"))
             by_kind[kind] = cos, sin
             wanted.append((rope.inv_freq, rope.factor, cos, sin))
-        fused.turns(positions, wanted, self.kernels.small)
+        attention_and_norms.turns(positions, wanted, self.kernels.small)
         return by_kind
 
     def _turns_are_right(self) -> bool:
@@ -298,7 +292,7 @@ class FusedStep:
             for rope in ropes:
                 shape = (len(positions), 2 * rope.inv_freq.numel())
                 cos, sin = (torch.full(shape, float("nan"), dtype=like.dtype, device=like.device) for _ in range(2))
-                fused.turns(positions, [(rope.inv_freq, rope.factor, cos, sin)], self.kernels.small)
+                attention_and_norms.turns(positions, [(rope.inv_freq, rope.factor, cos, sin)], self.kernels.small)
                 own = rope.cos_sin(like, positions[:, None])
                 if not all(torch.equal(a, b[:, 0]) for a, b in zip((cos, sin), own, strict=True)):
                     return False
@@ -313,8 +307,8 @@ class FusedStep:
 
     def layer(
         self, number: int, where: TokenPositions, turns: dict[str, tuple[Tensor, Tensor]], shared: dict[int, tuple[Tensor, Tensor]],
-        h: Tensor, x: Tensor, norm: matvec.Norm | None, extra: Tensor | None, following: Norm | None,
-    ) -> tuple[Tensor, matvec.Norm]:  # fmt: skip
+        h: Tensor, x: Tensor, norm: gemv4.Norm | None, extra: Tensor | None, following: Norm | None,
+    ) -> tuple[Tensor, gemv4.Norm]:  # fmt: skip
         """Return the last product's output, and the norm that makes the next layer's input (and h) of it.
 
         Shapes: h [n, D], x [n, D] before `norm`; extra [n, P], the layer's own input. turns: see `turns`; shared: keys and values
@@ -327,8 +321,8 @@ class FusedStep:
 
     def _layer(
         self, layer: Layer, number: int, turns: dict[str, tuple[Tensor, Tensor]], shared: dict[int, tuple[Tensor, Tensor]],
-        where: TokenPositions, h: Tensor, x: Tensor, norm: matvec.Norm | None, extra: Tensor | None, following: Norm | None,
-    ) -> tuple[Tensor, matvec.Norm]:  # fmt: skip
+        where: TokenPositions, h: Tensor, x: Tensor, norm: gemv4.Norm | None, extra: Tensor | None, following: Norm | None,
+    ) -> tuple[Tensor, gemv4.Norm]:  # fmt: skip
         if isinstance(layer.mixer, DeltaNet):
             attended = self._delta(layer.mixer, number, self.normed(x, norm))
         else:
@@ -349,7 +343,7 @@ class FusedStep:
             y = self.mixture(own, chosen, middle, x if layer.mlp is None else None, y, is_step=True)
             if of_shared is not None:
                 gate = None if own.shared_gate is None else self._products([own.shared_gate], x)
-                y = fused.add_gated(y, of_shared, gate, self.kernels.small)
+                y = attention_and_norms.add_gated(y, of_shared, gate, self.kernels.small)
         y = self._added(layer, y)
         if layer.per_layer is None or extra is None:
             return y, self.norm(middle, layer.after_mlp, following, layer.scale, h)
@@ -358,19 +352,19 @@ class FusedStep:
         # The first weights of the next layer: the memory bus is nearly idle until then.
         after_this = [one.mixer for one in self.layers[number + 1 : number + 2]]
         ahead = _ahead([leaf for one in after_this if isinstance(one, Attention) for leaf in (one.q, one.o)])
-        mixed = self._products([layer.per_layer.gate], y, matvec.Gate(self.kind, extra), norm, ahead)
+        mixed = self._products([layer.per_layer.gate], y, gemv4.Gate(self.kind, extra), norm, ahead)
         y = self._products([layer.per_layer.projection], mixed)
         return y, self.norm(after, layer.per_layer.norm, following, layer.scale, h)
 
-    def _mlp(self, own: Mlp, x: Tensor, norm: matvec.Norm | None = None) -> Tensor:
+    def _mlp(self, own: Mlp, x: Tensor, norm: gemv4.Norm | None = None) -> Tensor:
         """Return what an MLP makes of x [n, D]. norm: as `_products` has it."""
         if own.up is not None:
-            gated = self._products(own.gates, x, matvec.Gate(self.kind), norm, _ahead([own.down]))
+            gated = self._products(own.gates, x, gemv4.Gate(self.kind), norm, _ahead([own.down]))
             return self._products([own.down], gated)
         wide = self._products(own.gates, x, None, norm, _ahead([own.down]))
         half = wide.shape[1] // 2
         gated = self.buffer("gated", (len(wide), half), wide.dtype)
-        fused.gated(wide[:, :half], wide[:, half:], gated, self.kind, self.kernels.small)
+        attention_and_norms.gated(wide[:, :half], wide[:, half:], gated, self.kind, self.kernels.small)
         return self._products([own.down], gated)
 
     def mixture(
@@ -388,7 +382,9 @@ class FusedStep:
         self.add_norm(h, own.before, x)
         # Behind the norm of y: a router with as many experts as the model is wide writes its scores there.
         made = experts_of(own, x, chosen or self.chosen(own, h, rows, is_step), *given)
-        fused.add_norm(made, dense, after.weight, None, after.eps, None, dense, None, self.kernels.small, form=after.form)
+        attention_and_norms.add_norm(
+            made, dense, after.weight, None, after.eps, None, dense, None, self.kernels.small, form=after.form
+        )
         return dense
 
     def chosen(self, own: Experts, x: Tensor, rows: int, is_step: bool) -> Chosen:
@@ -400,17 +396,17 @@ class FusedStep:
         """Return what is added to the residual."""
         return y if layer.added is None else y.mul_(layer.added)
 
-    def norm(self, residual: Tensor, post: Norm | None, following: Norm | None, scale: Tensor | None, out_h: Tensor) -> matvec.Norm:
-        """Return the norms between two products, as they take them; see `matvec.Norm`."""
+    def norm(self, residual: Tensor, post: Norm | None, following: Norm | None, scale: Tensor | None, out_h: Tensor) -> gemv4.Norm:
+        """Return the norms between two products, as they take them; see `gemv4.Norm`."""
         like = post or following or self.decoder.final_norm
-        return matvec.Norm(
+        return gemv4.Norm(
             residual, None if post is None else post.weight, None if following is None else following.weight, like.eps, scale,
             out_h, like.form,
         )  # fmt: skip
 
     def _attend(
         self, layer: Layer, own: Attention, number: int, turns: dict[str, tuple[Tensor, Tensor]],
-        shared: dict[int, tuple[Tensor, Tensor]], where: TokenPositions, x: Tensor, norm: matvec.Norm | None,
+        shared: dict[int, tuple[Tensor, Tensor]], where: TokenPositions, x: Tensor, norm: gemv4.Norm | None,
     ) -> Tensor:  # fmt: skip
         count, (heads, _, dim, *_) = x.shape[0], own.shape
         turn = turns[own.rope] if own.rope is not None else (x[:, :0], x[:, :0])
@@ -434,7 +430,7 @@ class FusedStep:
         else:
             keys, values = shared[own.source]
         attended, scores = self.buffer("looked", (count, heads * dim), x.dtype), own.scores
-        fused.rope_and_attention(
+        attention_and_norms.rope_and_attention(
             joined, heads, own.norms(), *turn, keys, values, places, where.positions, scores.scale, scores.softcap, attended,
             queries, self._scratch(count, own), self.kernels.small, mode=own.mode,
             ahead=_ahead([] if layer.mlp is None else layer.mlp.gates), pages=pages, sinks=scores.sinks, growth=scores.growth,
@@ -451,7 +447,7 @@ class FusedStep:
         if own.source is None:
             shape = (count, own.shape.kv_heads, 1, dim)
             new_keys, new_values = (self.buffer(f"new {name}", shape, joined.dtype) for name in ("keys", "values"))
-        fused.rope_write(
+        attention_and_norms.rope_write(
             joined, heads, own.shape.kv_heads, dim, own.norms(), *turn, new_keys, new_values, self._zeros[:count], queries,
             module=self.kernels.small, mode=own.mode,
         )  # fmt: skip
@@ -463,7 +459,7 @@ class FusedStep:
                 shared[number] = keys, values
         attended, scores = self.buffer("looked", (count, heads * dim), joined.dtype), own.scores
         # Behind torch's operations: their results may be read only after they have ended.
-        fused.attend(
+        attention_and_norms.attend(
             queries, keys, values, self.cache.positions[:count], scores.scale, scores.softcap, attended,
             self._scratch(count, own), self.kernels.small, dependent=False, sinks=scores.sinks, growth=scores.growth,
         )  # fmt: skip
@@ -488,8 +484,8 @@ class FusedStep:
         self,
         leaves: Sequence[Leaf],
         x: Tensor,
-        gate: matvec.Gate | None = None,
-        norm: matvec.Norm | None = None,
+        gate: gemv4.Gate | None = None,
+        norm: gemv4.Norm | None = None,
         ahead: Sequence[Tensor] = (),
     ) -> Tensor:
         """Return [n, all D_out] of linears that read one input, with each row's adapter; with a gate [n, D_out of one]. norm: the
@@ -506,9 +502,9 @@ class FusedStep:
             args = None if table is None else table.args(leaves, count, is_empty=True)
             packed = packed_together(leaves)
             pair = gate is not None and gate.other is None
-            if norm is not None and not matvec.takes_norm(packed, count, self.kernels.matvec, pair=pair):
+            if norm is not None and not gemv4.takes_norm(packed, count, self.kernels.matvec, pair=pair):
                 x, norm = self.normed(x, norm), None
-            matvec.matvec4(
+            gemv4.matvec4(
                 x, packed, out, bias=[leaf.bias for leaf in leaves], lora=args, gate=gate, norm=norm,
                 module=self.kernels.matvec, ahead=ahead,
             )  # fmt: skip
@@ -525,7 +521,7 @@ class FusedStep:
             start += size
         if gate is not None:
             up = wide[:, width:] if gate.other is None else gate.other
-            fused.gated(wide[:, :width], up, out, gate.kind, self.kernels.small)
+            attention_and_norms.gated(wide[:, :width], up, out, gate.kind, self.kernels.small)
         return out
 
     def joined(self, leaves: Sequence[Leaf]) -> Tensor | None:
@@ -534,7 +530,7 @@ class FusedStep:
             return None
         return self.unpacked.joined(leaves)
 
-    def normed(self, y: Tensor, norm: matvec.Norm | None) -> Tensor:
+    def normed(self, y: Tensor, norm: gemv4.Norm | None) -> Tensor:
         """Return a product's input, the norm in front of it applied by itself."""
         return y if norm is None else norm.apply(y, self.buffer("x", y.shape, y.dtype), self.kernels.small)
 
@@ -548,7 +544,7 @@ class FusedStep:
 
     def add_norm(self, h: Tensor, norm: Norm, out: Tensor) -> None:
         """Write norm(h) to out."""
-        fused.add_norm(None, h, None, norm.weight, norm.eps, None, None, out, self.kernels.small, form=norm.form)
+        attention_and_norms.add_norm(None, h, None, norm.weight, norm.eps, None, None, out, self.kernels.small, form=norm.form)
 
     def _per_layer(self, ids: Tensor, hidden: Tensor, own: Tensor | None) -> Tensor | None:
         """Return each layer's own input of the tokens: [n, layers, P]. own: their rows of the layers' table, if looked up."""
@@ -561,7 +557,7 @@ class FusedStep:
         if isinstance(projection, Leaf) and self.matmuls.first(projection, 1) is not None and not projection.adapters:
             # As project_per_layer_inputs does it, its product from our kernel.
             norm, out = self.text.per_layer_projection_norm, self.buffer("extra", own[:, 0].shape, hidden.dtype)
-            ends.per_layer(
+            embed_and_logits.per_layer(
                 self._products([projection], hidden[:, 0]), own[:, 0], norm.weight, norm.eps,
                 self.text.per_layer_model_projection_scale, self.text.per_layer_input_scale, out, self.kernels.ends,
             )  # fmt: skip
@@ -574,7 +570,7 @@ class FusedStep:
     def _head(self, x: Tensor, next_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
         head = self.decoder.head
         scores = self.hf_model.lm_head(x) if head is None else self._products([head], x)
-        return ends.argmax_logits(self.decoder.scored(scores), self.decoder.softcap, next_tokens, self.kernels.ends)
+        return embed_and_logits.argmax_logits(self.decoder.scored(scores), self.decoder.softcap, next_tokens, self.kernels.ends)
 
     # Buffers -----------------------------------------------------------------------------------------------------------
 
@@ -589,5 +585,5 @@ class FusedStep:
         module, shape = self.kernels.small, own.shape
         if module is None:
             return None
-        size = fused.scratch_values(count, *shape[:3], self.cache.context_tokens, module.multiprocessors)
+        size = attention_and_norms.scratch_values(count, *shape[:3], self.cache.context_tokens, module.multiprocessors)
         return self.buffer("scratch", (size,), torch.float32) if size else None

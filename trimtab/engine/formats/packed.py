@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.formats import int8_head
 from trimtab.errors import CheckpointError, DeviceError
 from trimtab.formats.record import INDEXED, PackedEntry, stored_format
 from trimtab.planning.values.byte_sizes import HEAD_CHUNK_VALUES
@@ -75,7 +75,7 @@ class Packed:
     parts: Mapping[str, Tensor]
     codes: Mapping[str, Tensor]
     blocks: tuple[int, ...] = ()
-    kernel: head8.Kernel | None = None
+    kernel: int8_head.Kernel | None = None
     input_scale: float = 0.0
     order: str = ""
 

@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trimtab.engine.formats import bitsandbytes, float4, float8, ggml, grouped, mobile
-from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.formats import bitsandbytes, float4, float8, ggml, grouped, int8_head, mobile
 from trimtab.engine.formats.packed import (
     Draw,
     Exact,
@@ -59,7 +58,7 @@ def _plain_shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype
 
 def _head_rows(packed: Packed, start: int, stop: int, device: torch.device) -> Tensor:
     q, scale = (packed.parts[name][start:stop].to(device) for name in ("weight", "scale"))
-    return head8.dense(q, scale, packed.dtype)
+    return int8_head.dense(q, scale, packed.dtype)
 
 
 def _dequantized(
@@ -92,9 +91,9 @@ FORMATS: Mapping[Family, WeightFormat] = {
     "codebook": _BITSANDBYTES,
     "int8": _BITSANDBYTES,
     "head8": WeightFormat(
-        lambda packed: head8.dense(packed.parts["weight"], packed.parts["scale"], packed.dtype),
+        lambda packed: int8_head.dense(packed.parts["weight"], packed.parts["scale"], packed.dtype),
         _head_rows,
-        lambda packed, bias, _: head8.Head.of(packed.parts, bias, packed.kernel),
+        lambda packed, bias, _: int8_head.Head.of(packed.parts, bias, packed.kernel),
     ),
     "mobile": _dequantized(mobile.read, mobile.exact_rows, mobile.random_parts, shell=mobile.shell),
     "grouped": _dequantized(grouped.read, grouped.exact_rows, grouped.random_parts),

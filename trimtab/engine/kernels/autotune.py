@@ -10,19 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trimtab.engine.cuda import launch_config as cuts
-from trimtab.engine.cuda import nvrtc
-from trimtab.engine.cuda import shipped_configs as launch_configs
+from trimtab.engine.cuda import launch_config, nvrtc, shipped_configs
 from trimtab.engine.cuda.launch_config import BLOCK, LaunchConfig
 from trimtab.engine.cuda.nvrtc import Job
 from trimtab.engine.formats.packed import Draw, Packed, digest_of
 from trimtab.engine.formats.weights import quantize, random_parts, rounded
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import dequantize as prompt_kernels
-from trimtab.engine.kernels import embed_and_logits as ends
-from trimtab.engine.kernels import gemm4 as many_rows
-from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels import layouts
+from trimtab.engine.kernels import attention_and_norms, dequantize, embed_and_logits, gemm4, gemv4, layouts
 from trimtab.engine.kernels.selfcheck import exact_changes, graph_us, pair_us, random_values, relative_error
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
 from trimtab.errors import DeviceError
@@ -46,7 +39,7 @@ def _exact(x: Tensor, weights: Sequence[Packed]) -> Tensor:
     for packed in weights:
         own = rounded(packed, x, is_input=True).double()
         for start in range(0, packed.shape[0], step):
-            y = own @ matvec.decoded(packed, torch.float64, rows=slice(start, start + step)).T
+            y = own @ gemv4.decoded(packed, torch.float64, rows=slice(start, start + step)).T
             pieces.append(y if packed.static_scales is None else rounded(packed, y.to(x.dtype), is_input=False).double())
     return torch.cat(pieces, dim=1)
 
@@ -76,13 +69,13 @@ def check(
         least, least_changed = ((n / most) ** 0.5 * float(one.norm()) for one in (base, both))
         limit = LARGEST_ERROR * (2 if n * sum(counts) < 32 else 1)
         x, out = inputs[:n], torch.full((n, sum(counts)), math.nan, dtype=dtype, device=device)
-        matvec.matvec4(x, weights, out, module=module, cut=cut)
+        gemv4.matvec4(x, weights, out, module=module, cut=cut)
         if (error := relative_error(out, base[:n], least)) > limit:
             return f"{n} rows over {counts} x {columns}: relative error {error:.1e}"
-        lora = matvec.lora_args(slots, torch.tensor(own[:n], dtype=torch.int32, device=device), rank)
+        lora = gemv4.lora_args(slots, torch.tensor(own[:n], dtype=torch.int32, device=device), rank)
         out.fill_(math.nan)
         lora.low.fill_(math.nan)
-        matvec.matvec4(x, weights, out, lora=lora, module=module, cut=cut)
+        gemv4.matvec4(x, weights, out, lora=lora, module=module, cut=cut)
         # Rounded three times instead of once.
         if (error := relative_error(out, both[:n], least_changed)) > 1.5 * limit:
             return f"{n} rows with an adapter over {counts} x {columns}: relative error {error:.1e}"
@@ -125,14 +118,14 @@ class _Product:
         self.out = torch.empty(n, rows[0] if self.pair else sum(rows), dtype=dtype, device=device)
         slots = [[(random(8, columns) / columns**0.5, random(count, 8), 0.5)] for count in rows]
         numbers = torch.tensor([-(i % 2) for i in range(n)], dtype=torch.int32, device=device)
-        self.lora = matvec.lora_args(slots, numbers, 8)
-        self.gate = None if gate is None else matvec.Gate(gate)
+        self.lora = gemv4.lora_args(slots, numbers, 8)
+        self.gate = None if gate is None else gemv4.Gate(gate)
 
     def answers(self, cut: LaunchConfig | None) -> list[Tensor]:
-        """Return the outputs without and with adapters; cut None: that of `matvec.choose`."""
+        """Return the outputs without and with adapters; cut None: that of `gemv4.choose`."""
         results = []
         for lora in (None, self.lora):
-            matvec.matvec4(self.x, self.weights, self.out.fill_(math.nan), lora=lora, gate=self.gate, module=self.module, cut=cut)
+            gemv4.matvec4(self.x, self.weights, self.out.fill_(math.nan), lora=lora, gate=self.gate, module=self.module, cut=cut)
             results.append(self.out.clone())
         return results
 
@@ -154,12 +147,12 @@ def why_no_room(
     if not cut.held:
         return None
     try:
-        limits = module.variant(matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair)).limits(cut.kernel)
+        limits = module.variant(gemv4.options(weights[0], dtype, cut, members=len(weights), pair=pair)).limits(cut.kernel)
     except DeviceError as exc:
         if is_out_of_memory(exc):
             raise
         return str(exc)
-    return launch_configs.why_not(cut, limits, module.shared_bytes, is_timed=is_timed)
+    return shipped_configs.why_not(cut, limits, module.shared_bytes, is_timed=is_timed)
 
 
 def why_not_cut(
@@ -175,7 +168,7 @@ def why_not_cut(
     if (why := why_no_room(weights, module, cut, dtype=dtype, pair=pair, is_timed=is_timed)) is not None:
         return why
     product = _Product(weights, n, module, dtype, gate)
-    plain = next((one for one in matvec.ways(weights, n, module, pair=pair) if not one.held), None)
+    plain = next((one for one in gemv4.ways(weights, n, module, pair=pair) if not one.held), None)
     if plain is None:
         return "there is no plain configuration to compare it with"
     if not product.is_right(cut, product.answers(plain)):
@@ -204,13 +197,13 @@ def tune(
     product = _Product(weights, n, module, dtype, gate)
     columns, overlap = weights[0].shape[1], module.capability >= (9, 0)
     wanted, times = product.answers(None), dict[LaunchConfig, float]()
-    for cut in cuts.unlike(matvec.ways(weights, n, module, pair=product.pair), limit):
+    for cut in launch_config.unlike(gemv4.ways(weights, n, module, pair=product.pair), limit):
         if not product.is_right(cut, wanted):
             continue
 
         def run(cut: LaunchConfig = cut) -> None:
             for group in groups:
-                matvec.matvec4(product.x, group, product.out, gate=product.gate, module=module, cut=cut, dependent=overlap)
+                gemv4.matvec4(product.x, group, product.out, gate=product.gate, module=module, cut=cut, dependent=overlap)
 
         times[cut] = graph_us(run, device, repeat=repeat) / len(groups)
     if times:
@@ -219,30 +212,30 @@ def tune(
             pays = _norm_pays(groups, product.x, product.out, best, product.gate, module, small, overlap=overlap, repeat=repeat)
             if pays is not None:
                 best = replace(best, normed=pays)
-        key = matvec.cut_key(weights, n, pair=product.pair)
+        key = gemv4.cut_key(weights, n, pair=product.pair)
         module.products.chosen[key] = best
         module.products.measured.add(key)
     return times
 
 
 def _norm_in_front(
-    groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: LaunchConfig, gate: matvec.Gate | None, module: nvrtc.Module,
+    groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: LaunchConfig, gate: gemv4.Gate | None, module: nvrtc.Module,
     small: nvrtc.Module, *, overlap: bool = False,
 ) -> tuple[Callable[[], None], Callable[[], None], Callable[[], bool]]:  # fmt: skip
     """Return (`add_norm` and the product, a product with its norm, whether the second computes the same as the first)."""
     weight = torch.rand(y.shape[1], device=y.device).to(y.dtype) + 0.5
     form, has_post = module.products.norm
-    norm = matvec.Norm(torch.randn_like(y), weight if has_post else None, weight, 1e-6, None, torch.empty_like(y), form)
+    norm = gemv4.Norm(torch.randn_like(y), weight if has_post else None, weight, 1e-6, None, torch.empty_like(y), form)
     x = torch.empty_like(y)
 
     def both() -> None:
         for group in groups:
             norm.apply(y, x, small, dependent=overlap)
-            matvec.matvec4(x, group, out, gate=gate, module=module, cut=cut, dependent=overlap)
+            gemv4.matvec4(x, group, out, gate=gate, module=module, cut=cut, dependent=overlap)
 
     def one() -> None:
         for group in groups:
-            matvec.matvec4(y, group, out, gate=gate, norm=norm, module=module, cut=cut, dependent=overlap)
+            gemv4.matvec4(y, group, out, gate=gate, norm=norm, module=module, cut=cut, dependent=overlap)
 
     def is_right() -> bool:
         both()
@@ -255,7 +248,7 @@ def _norm_in_front(
 
 
 def _norm_pays(
-    groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: LaunchConfig, gate: matvec.Gate | None, module: nvrtc.Module,
+    groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: LaunchConfig, gate: gemv4.Gate | None, module: nvrtc.Module,
     small: nvrtc.Module, *, overlap: bool, repeat: int,
 ) -> bool | None:  # fmt: skip
     """Whether a product with its norm takes less time than `add_norm` and the product; None if its result differs."""
@@ -269,7 +262,7 @@ def compile_tried(
     products: Iterable[tuple[Sequence[Packed], int, bool]], module: nvrtc.Module, dtype: torch.dtype, *, limit: int = 8
 ) -> None:
     """Compile, several at once, the cuts that `tune` will try for these products (weights, rows, whether two are multiplied)."""
-    tried = ((one, cuts.unlike(matvec.ways(*one[:2], module, pair=one[2]), limit)) for one in products)
+    tried = ((one, launch_config.unlike(gemv4.ways(*one[:2], module, pair=one[2]), limit)) for one in products)
     compile_cuts([  # the first is the most likely to be chosen
         (weights, pair, replace(cut, normed=number == 0 and cut.may_be_normed))
         for (weights, _, pair), ways in tried for number, cut in enumerate(ways)
@@ -277,7 +270,7 @@ def compile_tried(
 
 
 def jobs(
-    weights: Sequence[tuple[Sequence[Packed], bool]], attention: Sequence[fused.AttentionShape], module: nvrtc.Module,
+    weights: Sequence[tuple[Sequence[Packed], bool]], attention: Sequence[attention_and_norms.AttentionShape], module: nvrtc.Module,
     dtype: torch.dtype, *, checked: Sequence[int], counts: Sequence[int], has_many: bool = False,
 ) -> list[Job]:  # fmt: skip
     """Return the sources and variants to compile for products of these weights (a group, whether two are multiplied) and these
@@ -286,42 +279,46 @@ def jobs(
     module: of the products; it knows the limits of the card. checked: row counts of the checks. counts: row counts of the
     steps. has_many: steps of more rows too.
     """
-    wanted = [Job(fused.source(), (), "fused.cu"), Job(ends.source(), (), "ends.cu")]
-    wanted.append(Job(prompt_kernels.source(), (), "prompt.cu"))
+    wanted = [Job(attention_and_norms.source(), (), "fused.cu"), Job(embed_and_logits.source(), (), "ends.cu")]
+    wanted.append(Job(dequantize.source(), (), "prompt.cu"))
     own = [packed for group, _ in weights for packed in group if stored_format(packed.kind).number]
     others = {layouts.options(packed) for packed in own if layouts.layout(packed) is not None}
-    wanted += [Job(prompt_kernels.source(), options, "prompt.cu") for options in others]
+    wanted += [Job(dequantize.source(), options, "prompt.cu") for options in others]
     if has_many:
-        wanted += [Job(many_rows.source(), options, "rows.cu") for options in ((), *others)]
+        wanted += [Job(gemm4.source(), options, "rows.cu") for options in ((), *others)]
     for kind in attention:
-        if fused.why_not(*kind[:3], dtype) is None:
+        if attention_and_norms.why_not(*kind[:3], dtype) is None:
             wanted += [
-                Job(fused.source("attend.cu"), fused.attention_options(kind, dtype, turn=turn), "attend.cu")
+                Job(
+                    attention_and_norms.source("attend.cu"),
+                    attention_and_norms.attention_options(kind, dtype, turn=turn),
+                    "attend.cu",
+                )
                 for turn in (True, False)
             ]
     # Those without a configuration take longest: none of them is the last to begin.
     variants: tuple[dict[tuple[str, ...], None], ...] = {}, {}
     for group, pair in weights:
-        if any(matvec.why_not(packed, dtype, module.device) for packed in group):
+        if any(gemv4.why_not(packed, dtype, module.device) for packed in group):
             continue
         for one in (group[part] for part in layouts.runs(group)):
             for n in counts:
-                config = matvec.config_of(one, n, module, pair=pair)
+                config = gemv4.config_of(one, n, module, pair=pair)
                 for normed in () if config is None else (False, True) if config[0].normed else (False,):
                     cut = None if config is None else config[0]
-                    own_options = matvec.options(one[0], dtype, cut, members=len(one), pair=pair, normed=normed)
+                    own_options = gemv4.options(one[0], dtype, cut, members=len(one), pair=pair, normed=normed)
                     variants[cut is not None and cut.held > 0][own_options] = None
             for n in checked:
-                plain = matvec.choose(one, n, module)
-                variants[plain.held > 0][matvec.options(one[0], dtype, plain, members=len(one))] = None
-    source = matvec.source()
+                plain = gemv4.choose(one, n, module)
+                variants[plain.held > 0][gemv4.options(one[0], dtype, plain, members=len(one))] = None
+    source = gemv4.source()
     return wanted + [Job(source, (*options, *module.common), "matvec4.cu") for some in variants for options in some]
 
 
 def compile_ahead(
-    weights: Sequence[tuple[Sequence[Packed], bool]], attention: Sequence[fused.AttentionShape], device: torch.device,
+    weights: Sequence[tuple[Sequence[Packed], bool]], attention: Sequence[attention_and_norms.AttentionShape], device: torch.device,
     dtype: torch.dtype, *, checked: Sequence[int], counts: Sequence[int], has_many: bool = False,
-    norm: matvec.NormForm = matvec.PLAIN, others: Sequence[Job] = (),
+    norm: gemv4.NormForm = gemv4.PLAIN, others: Sequence[Job] = (),
 ) -> bool:  # fmt: skip
     """Compile the sources and variants that `jobs` returns for a device, and others, in parallel; whether that was done. One that
     does not compile is named by its check. NVRTC takes 0.3 to 4 s for each of about 30 variants of a new model and holds no Python
@@ -329,7 +326,7 @@ def compile_ahead(
     if nvrtc.why_not(device) is not None or not nvrtc.keeps_compiled():
         return False
     with suppress(DeviceError):  # the next load reports the reason
-        module = matvec.load(device, norm)
+        module = gemv4.load(device, norm)
         try:
             wanted = jobs(weights, attention, module, dtype, checked=checked, counts=counts, has_many=has_many)
             nvrtc.compile_all([*others, *wanted], module.capability)
@@ -343,9 +340,9 @@ def compile_cuts(
     wanted: Sequence[tuple[Sequence[Packed], bool, LaunchConfig]], module: nvrtc.Module, dtype: torch.dtype, *, fixed: bool = False
 ) -> None:
     """Compile, several at once, the kernels that these products (weights, whether two are multiplied, cut) need. fixed: as
-    `matvec.LoraArgs.is_fixed`."""
+    `gemv4.LoraArgs.is_fixed`."""
     variants = {
-        matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair, normed=normed, fixed=fixed)
+        gemv4.options(weights[0], dtype, cut, members=len(weights), pair=pair, normed=normed, fixed=fixed)
         for weights, pair, cut in wanted for normed in ((False, True) if cut.normed else (False,))
     }  # fmt: skip
     module.compile_variants(sorted(variants))
@@ -353,7 +350,7 @@ def compile_cuts(
 
 def keep_tuned(module: nvrtc.Module) -> None:
     """Keep the cuts that were measured on this card for later processes."""
-    launch_configs.keep(matvec.target_of(module), matvec.tuned_cuts(module))
+    shipped_configs.keep(gemv4.target_of(module), gemv4.tuned_cuts(module))
 
 
 def releases() -> dict[str, str]:

@@ -19,8 +19,7 @@ from trimtab.engine.kernels import layouts, selfcheck
 from trimtab.engine.kernels.gemv4 import LoraColumns
 from trimtab.engine.kernels.selfcheck import KernelFamily, Times, first_reason, pair_us, random_values, relative_error
 from trimtab.engine.layers.leaves import Dequantized, GatheredTable, Leaf, PackedTable, ResidentLeaf
-from trimtab.engine.lora import fewer_ops as short_ops
-from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora import fewer_ops, layers
 from trimtab.formats.record import rounds_change, stored_format
 from trimtab.planning.memory.prompts import ADAPTER_COLUMNS
 
@@ -212,7 +211,7 @@ def can_add(A: Tensor, B: Tensor, x: Tensor, y: Tensor) -> bool:
     )  # fmt: skip
 
 
-def add_plain(module: nvrtc.Module, leaf: Leaf, adapter: lora.LinearAdapter, x: Tensor, y: Tensor) -> bool:
+def add_plain(module: nvrtc.Module, leaf: Leaf, adapter: layers.LinearAdapter, x: Tensor, y: Tensor) -> bool:
     """Add a plain LoRA to y [..., D_out] in place by the kernels; return False, and change nothing, where they do not pay or do
     not know these tensors."""
     # As rows, where they lie; those of a part of a joined product are apart.
@@ -276,10 +275,10 @@ class PromptKernels(Dequantized):
             if self.unpacks and (dtype not in self._weights or self._weights[dtype].numel() < values):
                 self._weights[dtype] = torch.empty(values, dtype=dtype, device=leaf.device)
 
-    def adapters(self, *, shares_inputs: bool = True) -> short_ops.ShortAdapters:
+    def adapters(self, *, shares_inputs: bool = True) -> fewer_ops.ShortAdapters:
         """Return what adds adapters in a pass: plain LoRA by the kernels where they are used, others as in a short step."""
         add = partial(add_plain, self.module) if self.adds and self.module is not None else None
-        return short_ops.ShortAdapters(add, shares_inputs=shares_inputs)
+        return fewer_ops.ShortAdapters(add, shares_inputs=shares_inputs)
 
     def room(self, dtype: torch.dtype) -> Tensor | None:
         """Return the memory that weights of a type are unpacked into, None if there is none."""
@@ -384,7 +383,7 @@ def has_adapters(model: EngineContext) -> bool:
 
 def chosen_with_short_ops(
     model: EngineContext, fall_back: Callable[[str, str], None]
-) -> tuple[PromptKernels, short_ops.ShortOps]:  # fmt: skip
+) -> tuple[PromptKernels, fewer_ops.ShortOps]:  # fmt: skip
     """Return the object that lets a pass take fewer operations, with our kernels chosen on its device. fall_back: called with
     the reason and the name of anything that is not used."""
     kernels = choose(model.hf_model, model.device, model.dtype)
@@ -394,7 +393,7 @@ def chosen_with_short_ops(
     read_tables(model.hf_model, kernels)
     for what, why in kernels.reasons:
         fall_back(why, what)
-    short = short_ops.ShortOps(
+    short = fewer_ops.ShortOps(
         model.hf_model, model.adapter_store, model.device,
         lambda what, why: fall_back(f"{what}: {why}", "norm as one operation"), kernels.adapters(),
     )  # fmt: skip

@@ -11,18 +11,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trimtab.engine.cuda import launch_config as cuts
-from trimtab.engine.cuda import shipped_configs as launch_configs
+from trimtab.engine.cuda import launch_config, shipped_configs
 from trimtab.engine.cuda.check_cache import CardEntries
 from trimtab.engine.cuda.launch_config import CutKey, LaunchConfig
 from trimtab.engine.formats.packed import LayerProduct, Matmul, Packed
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import autotune as tuning
-from trimtab.engine.kernels import delta_rule, experts, layouts, routers
-from trimtab.engine.kernels import embed_and_logits as ends
-from trimtab.engine.kernels import gemm4 as many_rows
-from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels import selfcheck as fused_check
+from trimtab.engine.kernels import (
+    attention_and_norms,
+    autotune,
+    delta_rule,
+    embed_and_logits,
+    experts,
+    gemm4,
+    gemv4,
+    layouts,
+    routers,
+    selfcheck,
+)
 from trimtab.engine.kernels.delta_rule import DeltaShape
 from trimtab.engine.kernels.dequantize import packed_heads
 from trimtab.engine.kernels.embed_and_logits import Sizes
@@ -41,7 +45,7 @@ Progress = Callable[[int, int], None]
 # How many experts a token has and what opens each, by what selects its kernels.
 Mixtures = Mapping[tuple[object, ...], tuple[int, Callable[[], Mixture]]]
 # The matrix-vector kernels decode each weight once for up to this many rows.
-MOST_ROWS = cuts.MAX_ROWS
+MOST_ROWS = launch_config.MAX_ROWS
 # Checked at one row, at an odd number and at the most.
 _ROWS = (1, 3, MOST_ROWS)
 _CALLS = 10
@@ -69,7 +73,7 @@ class Product:
 
     @property
     def key(self) -> CutKey:
-        return matvec.cut_key(self.groups[0], self.n, pair=self.gate is not None)
+        return gemv4.cut_key(self.groups[0], self.n, pair=self.gate is not None)
 
 
 @dataclass(eq=False)
@@ -125,7 +129,7 @@ class DeviceKernels:
         if key not in chosen:
             checks, left_out = CardEntries.of(device), dict[str, str]()
             compiled = KernelFamily(
-                ADAPTERS, (str(dtype),), partial(matvec.load, device), partial(wrong_lora, dtype=dtype),
+                ADAPTERS, (str(dtype),), partial(gemv4.load, device), partial(wrong_lora, dtype=dtype),
                 lambda _: layouts.why_not_type(dtype),
             ).choose(checks, left_out, {})  # fmt: skip
             checks.save()
@@ -149,7 +153,7 @@ class DeviceKernels:
 
     @staticmethod
     def choose(
-        groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], *, rows: int,
+        groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[attention_and_norms.AttentionShape], *, rows: int,
         sizes: Sizes | None = None, norm: NormForm = PLAIN, progress: Progress | None = None,
         deltas: Sequence[DeltaShape] = (), mixtures: Mixtures | None = None,
     ) -> DeviceKernels:  # fmt: skip
@@ -180,7 +184,7 @@ class DeviceKernels:
             resident = [group for group in one if all(isinstance(leaf, ResidentLeaf) for leaf in group)]
             packed = [[leaf.packed() for leaf in group] for group in (resident or one[:1])]
             for part in layouts.runs(packed[0]):
-                if not matvec.why_not(packed[0][part][0], dtype, self._compiled.device):
+                if not gemv4.why_not(packed[0][part][0], dtype, self._compiled.device):
                     products += [Product([group[part] for group in packed], n, pair_kind(one[0])) for n in counts]
         return products
 
@@ -203,7 +207,7 @@ class DeviceKernels:
         known = [(one, config) for one in wanted if (config := self._config_of(one, dtype)) is not None]
 
         def compile_cuts(cuts_of: Iterable[tuple[Product, LaunchConfig]]) -> None:
-            tuning.compile_cuts([(one.groups[0], one.gate is not None, cut) for one, cut in cuts_of], self._compiled, dtype)
+            autotune.compile_cuts([(one.groups[0], one.gate is not None, cut) for one, cut in cuts_of], self._compiled, dtype)
 
         compile_cuts((one, config[0]) for one, config in known)
         refused = [(one, config[0]) for one, config in known if self._lacks_room(one, *config, dtype)]
@@ -211,7 +215,7 @@ class DeviceKernels:
         for number, (one, config) in enumerate(known):
             report(len(wanted) + number, 2 * len(wanted))
             if one.key in self.rejected or not self._takes(one, *config, dtype):
-                any(self._takes(one, cut, launch_configs.ESTIMATED, dtype) for cut in self._instead_of(one, config[0]))
+                any(self._takes(one, cut, shipped_configs.ESTIMATED, dtype) for cut in self._instead_of(one, config[0]))
         ready.update(one.key for one in wanted)
         for group in groups:
             self.measure(group[0], dtype)
@@ -223,32 +227,32 @@ class DeviceKernels:
             return
         chosen = self._compiled.products.chosen
         products = [one for one in self.products(groups, dtype, [rows]) if one.key in chosen]
-        tuning.compile_cuts(
+        autotune.compile_cuts(
             [(one.groups[0], one.gate is not None, chosen[one.key]) for one in products], self._compiled, dtype, fixed=True
         )
 
     def _config_of(self, one: Product, dtype: torch.dtype) -> tuple[LaunchConfig, str] | None:
-        """Return a product's launch configuration, and how it is known: as `matvec.config_of`, or as it was checked before."""
-        kept = None if matvec.is_tuned_before(one.groups[0], one.n, self._compiled, pair=one.gate is not None) else (
+        """Return a product's launch configuration, and how it is known: as `gemv4.config_of`, or as it was checked before."""
+        kept = None if gemv4.is_tuned_before(one.groups[0], one.n, self._compiled, pair=one.gate is not None) else (
             self.checks.find(*self._config_key(one, dtype))
         )  # fmt: skip
         if kept is not None:
             return LaunchConfig(**kept["cut"]), kept["status"]
-        return matvec.config_of(one.groups[0], one.n, self._compiled, pair=one.gate is not None)
+        return gemv4.config_of(one.groups[0], one.n, self._compiled, pair=one.gate is not None)
 
     def _config_key(self, one: Product, dtype: torch.dtype) -> tuple[object, ...]:
         form, has_small = _form_of(one.groups[0]), self.small is not None
         return "configuration", one.key, form, str(dtype), one.gate, has_small, self._compiled.products.norm
 
     def _instead_of(self, one: Product, cut: LaunchConfig) -> list[LaunchConfig]:
-        return instead_of(cut, matvec.ways(one.groups[0], one.n, self._compiled, pair=one.gate is not None))
+        return instead_of(cut, gemv4.ways(one.groups[0], one.n, self._compiled, pair=one.gate is not None))
 
     def _lacks_room(self, one: Product, cut: LaunchConfig, status: str, dtype: torch.dtype) -> bool:
         """Whether a configuration that no process checked here needs more registers or memory than the card has: `rejected`."""
-        if status == launch_configs.MEASURED or self.checks.find(*self._config_key(one, dtype)) is not None:
+        if status == shipped_configs.MEASURED or self.checks.find(*self._config_key(one, dtype)) is not None:
             return False
-        is_timed, is_pair = status == launch_configs.SHIPPED, one.gate is not None
-        why = tuning.why_no_room(one.groups[0], self._compiled, cut, dtype=dtype, pair=is_pair, is_timed=is_timed)
+        is_timed, is_pair = status == shipped_configs.SHIPPED, one.gate is not None
+        why = autotune.why_no_room(one.groups[0], self._compiled, cut, dtype=dtype, pair=is_pair, is_timed=is_timed)
         if why is not None:
             self.rejected[one.key] = why
         return why is not None
@@ -256,10 +260,10 @@ class DeviceKernels:
     def _takes(self, one: Product, cut: LaunchConfig, status: str, dtype: torch.dtype) -> bool:
         """Take a configuration for a product if this card can run it, and record for later processes that it can."""
         key = self._config_key(one, dtype)
-        if status != launch_configs.MEASURED and self.checks.find(*key) is None:
-            why = tuning.why_not_cut(
+        if status != shipped_configs.MEASURED and self.checks.find(*key) is None:
+            why = autotune.why_not_cut(
                 one.groups[0], one.n, self._compiled, cut, dtype=dtype, gate=one.gate, small=self.small,
-                is_timed=status == launch_configs.SHIPPED,
+                is_timed=status == shipped_configs.SHIPPED,
             )  # fmt: skip
             if why is not None:
                 self.rejected.setdefault(one.key, why)
@@ -287,14 +291,14 @@ class DeviceKernels:
         report = progress or (lambda done, of: None)
         if wanted:
             report(0, 2 * len(wanted))
-        tuning.compile_tried(products, self._compiled, dtype, limit=TRIED)  # about half of the time
+        autotune.compile_tried(products, self._compiled, dtype, limit=TRIED)  # about half of the time
         for number, one in enumerate(wanted):
             report(len(wanted) + number, 2 * len(wanted))
-            tuning.tune(one.groups, one.n, self._compiled, dtype=dtype, gate=one.gate, limit=TRIED, repeat=2, small=self.small)
+            autotune.tune(one.groups, one.n, self._compiled, dtype=dtype, gate=one.gate, limit=TRIED, repeat=2, small=self.small)
         if wanted:
             for group in groups:
                 self.measure(group[0], dtype)
-            tuning.keep_tuned(self._compiled)
+            autotune.keep_tuned(self._compiled)
             self.checks.save()
             report(2 * len(wanted), 2 * len(wanted))
         return len(wanted)
@@ -307,12 +311,12 @@ class DeviceKernels:
         shapes = {(leaf.out_features, leaf.in_features, leaf.quant_kind): leaf for leaf in leaves}
 
         def read() -> list[Leaf]:  # others stay with their own products
-            return [leaf for leaf in shapes.values() if many_rows.why_not(leaf.packed(), dtype) is None]
+            return [leaf for leaf in shapes.values() if gemm4.why_not(leaf.packed(), dtype) is None]
 
         self.rows = KernelFamily(
-            ROWS, ([_form_of([leaf.packed()]) for leaf in shapes.values()], str(dtype)), partial(many_rows.load, leaves[0].device),
-            lambda module: first_reason(many_rows.wrong([leaf.packed()], module, dtype) for leaf in read()),
-            lambda module: first_reason(many_rows.why_no_room(module, leaf.quant_kind) for leaf in read()) if read() else UNREAD,
+            ROWS, ([_form_of([leaf.packed()]) for leaf in shapes.values()], str(dtype)), partial(gemm4.load, leaves[0].device),
+            lambda module: first_reason(gemm4.wrong([leaf.packed()], module, dtype) for leaf in read()),
+            lambda module: first_reason(gemm4.why_no_room(module, leaf.quant_kind) for leaf in read()) if read() else UNREAD,
             lambda module: {f"{TIMED_ROWS} rows: {shape_of([leaf])}": _rows_us(module, leaf, dtype) for leaf in read()},
             theirs="the layers' own", of=f" for {TIMED_ROWS} rows",
         ).choose(self.checks, self.left_out, self.measured_us)  # fmt: skip
@@ -322,21 +326,21 @@ class DeviceKernels:
         self.checks.save()
         return self
 
-    def why_no_pages(self, kinds: Sequence[fused.AttentionShape], dtype: torch.dtype) -> str | None:
+    def why_no_pages(self, kinds: Sequence[attention_and_norms.AttentionShape], dtype: torch.dtype) -> str | None:
         """Return why attention over pages is not used, None if it is or torch computes it. Not kept: the check compiles it."""
         if (small := self.small) is None:
             return None
-        family = KernelFamily(PAGES, None, lambda: small, lambda module: fused_check.check_pages(module, kinds, dtype))
+        family = KernelFamily(PAGES, None, lambda: small, lambda module: selfcheck.check_pages(module, kinds, dtype))
         return family.choose_alone(small.device)[1]
 
     def measure(self, group: Sequence[Leaf], dtype: torch.dtype) -> tuple[float, float]:
         """Measure a group's product for one row: µs of ours and of the layers' own."""
         packed = [leaf.packed() for leaf in group]
-        if any(matvec.why_not(one, dtype, self._compiled.device) for one in packed):
+        if any(gemv4.why_not(one, dtype, self._compiled.device) for one in packed):
             return 0.0, 0.0  # the group stays with its own layers
         x = torch.randn(1, packed[0].shape[1], device=self._compiled.device).to(dtype)
         kind = pair_kind(group)
-        cut = [matvec.choose(packed[part], 1, self._compiled, pair=kind is not None) for part in layouts.runs(packed)]
+        cut = [gemv4.choose(packed[part], 1, self._compiled, pair=kind is not None) for part in layouts.runs(packed)]
         key = (
             "time of a product", _form_of(packed), str(dtype), kind, [isinstance(leaf, ResidentLeaf) for leaf in group],
             ", ".join(map(str, cut)),
@@ -347,15 +351,15 @@ class DeviceKernels:
             return self.measured_us[shape_of(group)]
         width = packed[0].shape[0] if kind else sum(one.shape[0] for one in packed)
         out = torch.empty(1, width, device=x.device, dtype=dtype)
-        gate = None if kind is None else matvec.Gate(kind)
-        ours = partial(matvec.matvec4, x, packed, out, gate=gate, module=self._compiled)
+        gate = None if kind is None else gemv4.Gate(kind)
+        ours = partial(gemv4.matvec4, x, packed, out, gate=gate, module=self._compiled)
         # In a step they overlap where the card can do that, and start while another one ends.
-        best = tuning.graph_us(ours, x.device, calls=_CALLS)
+        best = autotune.graph_us(ours, x.device, calls=_CALLS)
         if self._compiled.capability >= (9, 0):
             with self.overlapping(True):
-                best = min(best, tuning.graph_us(ours, x.device, calls=_CALLS))
+                best = min(best, autotune.graph_us(ours, x.device, calls=_CALLS))
         known = self.measured_us.get(shape_of(group))  # of another cut
-        theirs = tuning.graph_us(partial(_own_layers, group, x), x.device, calls=_own_calls(group)) if known is None else known[1]
+        theirs = autotune.graph_us(partial(_own_layers, group, x), x.device, calls=_own_calls(group)) if known is None else known[1]
         pair = best, theirs
         self.measured_us[shape_of(group)] = pair
         self.checks.keep({"ours": pair[0], "theirs": pair[1]}, *key)
@@ -364,7 +368,7 @@ class DeviceKernels:
     def head_matmuls(self, hf_model: HFModel) -> list[Matmul[LayerProduct] | None]:
         """Return the ways to multiply with a packed head, which no pass unpacks."""
         heads = packed_heads(hf_model)
-        return [matvec.matmul(heads, self.matvec), many_rows.matmul(heads, self.rows, least=2, most=many_rows.MOST_TOKENS)]
+        return [gemv4.matmul(heads, self.matvec), gemm4.matmul(heads, self.rows, least=2, most=gemm4.MOST_TOKENS)]
 
     def pays(self, group: Sequence[Leaf]) -> bool:
         """Whether one launch of ours is worth it for a group of this shape; a little slower, it still saves the adapters'
@@ -373,9 +377,9 @@ class DeviceKernels:
         return ours <= theirs * 1.1 + 2.0
 
 
-def check_bytes(attention: Sequence[fused.AttentionShape], dtype: torch.dtype) -> int:
+def check_bytes(attention: Sequence[attention_and_norms.AttentionShape], dtype: torch.dtype) -> int:
     """Return how many bytes of the device choosing kernels takes for a while. attention: as for `DeviceKernels.choose`."""
-    return max(CHECK_BYTES, fused_check.check_bytes(attention, dtype, rows=MOST_ROWS))
+    return max(CHECK_BYTES, selfcheck.check_bytes(attention, dtype, rows=MOST_ROWS))
 
 
 def pair_kind(group: Sequence[Leaf]) -> str | None:
@@ -391,7 +395,7 @@ def instead_of(cut: LaunchConfig, ways: Sequence[LaunchConfig]) -> list[LaunchCo
     blocks = (cut.units, cut.k_warps, cut.groups, cut.splits)
     smaller = [one for one in ways if 0 < one.held < cut.held and (one.units, one.k_warps, one.groups, one.splits) == blocks]
     smaller.sort(key=lambda one: -one.held)
-    others = [one for one in cuts.unlike(ways, MOST_INSTEAD) if one.held]
+    others = [one for one in launch_config.unlike(ways, MOST_INSTEAD) if one.held]
     tried = {replace(cut, estimated_us=0.0)}
     return [one for one in dict.fromkeys((*smaller, *others)) if replace(one, estimated_us=0.0) not in tried][:MOST_INSTEAD]
 
@@ -414,9 +418,9 @@ class LayerShapes:
 
     device: str
     dtype: torch.dtype
-    attention: tuple[fused.AttentionShape, ...]
+    attention: tuple[attention_and_norms.AttentionShape, ...]
     linear: tuple[tuple[object, ...], ...]
-    step_ends: ends.Sizes | None
+    step_ends: embed_and_logits.Sizes | None
     norm: NormForm
     deltas: tuple[object, ...]
 
@@ -436,7 +440,7 @@ def of_this_process() -> ChosenKernels:
 
 
 def _choose(
-    groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[fused.AttentionShape], sizes: Sizes | None,
+    groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[attention_and_norms.AttentionShape], sizes: Sizes | None,
     rows: int = 1, norm: NormForm = PLAIN, deltas: Sequence[DeltaShape] = (), mixtures: Mixtures | None = None,
 ) -> DeviceKernels:  # fmt: skip
     first = [one[0] for one in groups]
@@ -450,7 +454,7 @@ def _choose(
     if device.type == "cuda" and checks.find(*compiled) is None:
         others = [delta_rule.job(one, dtype) for one in deltas]
         others += [one for _, opened in (mixtures or {}).values() for one in experts.jobs(opened(), dtype)]
-        is_done = tuning.compile_ahead(
+        is_done = autotune.compile_ahead(
             [([leaf.packed() for leaf in group], pair_kind(group) is not None) for group in first], attention, device, dtype,
             checked=_ROWS, counts=counts, has_many=has_many, norm=norm, others=others,
         )  # fmt: skip
@@ -461,15 +465,15 @@ def _choose(
         return family.choose(checks, left_out, measured)
 
     kind = str(dtype)
-    widths, time_us = sorted({group[0].in_features for group in first}), partial(tuning.graph_us, device=device, calls=_CALLS)
+    widths, time_us = sorted({group[0].in_features for group in first}), partial(autotune.graph_us, device=device, calls=_CALLS)
     small = tried(KernelFamily(
-        SMALL, (kind, forms, list(attention), norm), lambda: fused.load(device),
+        SMALL, (kind, forms, list(attention), norm), lambda: attention_and_norms.load(device),
         lambda module: (
-            fused_check.check(module, widths=widths, attention=attention, norm=norm, dtype=dtype, rows=_ROWS)
+            selfcheck.check(module, widths=widths, attention=attention, norm=norm, dtype=dtype, rows=_ROWS)
             or routers.check(module, 128, 320, routers.Choice(8), dtype)
         ),
-        lambda _: first_reason(fused.why_not(*shape[:3], dtype) for shape in attention),
-        lambda module: fused_check.measure(
+        lambda _: first_reason(attention_and_norms.why_not(*shape[:3], dtype) for shape in attention),
+        lambda module: selfcheck.measure(
             module, time_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype
         ), of=" for one layer",
     ))  # fmt: skip
@@ -479,12 +483,12 @@ def _choose(
     else:
 
         def read() -> list[Sequence[Leaf]]:  # others stay with their own layers
-            return [one for one in first if not any(matvec.why_not(leaf.packed(), dtype, device) for leaf in one)]
+            return [one for one in first if not any(gemv4.why_not(leaf.packed(), dtype, device) for leaf in one)]
 
         products = tried(KernelFamily(
-            PRODUCTS, (kind, forms, norm), lambda: matvec.load(device, norm),
+            PRODUCTS, (kind, forms, norm), lambda: gemv4.load(device, norm),
             lambda module: first_reason(
-                tuning.check([leaf.packed() for leaf in group], module, dtype=dtype, rows=_ROWS) for group in read()
+                autotune.check([leaf.packed() for leaf in group], module, dtype=dtype, rows=_ROWS) for group in read()
             ),
             lambda _: None if read() else UNREAD, lambda module: _products_us(module, read(), dtype),
             theirs="bitsandbytes'", of=" for one layer", is_each=True,
@@ -506,9 +510,10 @@ def _choose(
                 experts.compiled(mixed, opened(), dtype)  # a capture finds them
     if sizes is not None and not (small is None and products is None):
         step_ends = tried(KernelFamily(
-            ENDS, (kind, sizes), lambda: ends.load(device), lambda module: ends.check(module, sizes, dtype=dtype, rows=_ROWS),
-            lambda _: ends.why_not(sizes, dtype), lambda module: ends.measure(module, time_us, sizes, dtype=dtype),
-            of=" for both ends",
+            ENDS, (kind, sizes), lambda: embed_and_logits.load(device),
+            lambda module: embed_and_logits.check(module, sizes, dtype=dtype, rows=_ROWS),
+            lambda _: embed_and_logits.why_not(sizes, dtype),
+            lambda module: embed_and_logits.measure(module, time_us, sizes, dtype=dtype), of=" for both ends",
         ))  # fmt: skip
     return DeviceKernels(small, products, left_out, measured, ends=step_ends, delta=delta, experts=mixed, checks=checks)
 
@@ -535,8 +540,8 @@ def _products_us(module: nvrtc.Module, groups: Sequence[Sequence[Leaf]], dtype: 
 def _rows_us(module: nvrtc.Module, leaf: Leaf, dtype: torch.dtype) -> tuple[float, float]:
     x = torch.randn(TIMED_ROWS, leaf.in_features, device=module.device).to(dtype)
     out = torch.empty(TIMED_ROWS, leaf.out_features, dtype=dtype, device=module.device)
-    ours, theirs = partial(many_rows.linear, x, [leaf.packed()], out, module=module), partial(leaf.base, x)
-    return tuning.pair_us(ours, theirs, module.device, calls=_own_calls([leaf]))
+    ours, theirs = partial(gemm4.linear, x, [leaf.packed()], out, module=module), partial(leaf.base, x)
+    return autotune.pair_us(ours, theirs, module.device, calls=_own_calls([leaf]))
 
 
 def wrong_lora(module: nvrtc.Module, dtype: torch.dtype) -> str | None:
@@ -546,12 +551,12 @@ def wrong_lora(module: nvrtc.Module, dtype: torch.dtype) -> str | None:
     adapters = [(random(rank, wide) / wide**0.5, random(high, rank), 0.5) for rank in (8, 24)]
     for n in _ROWS:
         numbers = [i % 3 - 1 for i in range(n)]
-        args = matvec.lora_args([adapters], torch.tensor(numbers, dtype=torch.int32, device=device), 32)
+        args = gemv4.lora_args([adapters], torch.tensor(numbers, dtype=torch.int32, device=device), 32)
         x, before = random(n, wide).to(dtype), random(n, high).to(dtype)
         y = before.clone()
-        matvec.lora_add(y, args, module, x=x)
+        gemv4.lora_add(y, args, module, x=x)
         wanted = before.double() + exact_changes(x, adapters, numbers)
-        if (error := tuning.relative_error(y, wanted)) > tuning.LARGEST_ERROR:
+        if (error := autotune.relative_error(y, wanted)) > autotune.LARGEST_ERROR:
             return f"{n} rows of {wide} values: relative error {error:.1e}"
     return None
 

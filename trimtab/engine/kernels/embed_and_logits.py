@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.engine.cuda import nvrtc
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import layouts
-from trimtab.engine.kernels import selfcheck as fused_check
+from trimtab.engine.kernels import attention_and_norms, layouts, selfcheck
 
 MAX_LAYER = 256  # values of one layer's own input
 NAMES = ("rows", "per_layer", "likeliest_8", "likeliest_1")
@@ -87,7 +85,7 @@ def rows(
     tensors = [x for one in lookups for x in (one.table, one.out)] + ([] if norm is None else [norm[0], norm[2]])
     assert 1 <= len(lookups) <= 2 and (ring is None or ring[1] > 0)
     if (
-        module is None or not layouts.takes(module, like) or not ids.is_contiguous() or widths[0] > fused.MAX_WIDTH
+        module is None or not layouts.takes(module, like) or not ids.is_contiguous() or widths[0] > attention_and_norms.MAX_WIDTH
         or any(width % 8 for width in widths)
         or any(x.dtype != like.dtype or not x.is_contiguous() or x.data_ptr() % 16 for x in tensors if x is not None)
     ):  # fmt: skip
@@ -95,7 +93,7 @@ def rows(
             embedded = one.table[: ids.numel()] if one.in_order else functional.embedding(ids, one.table)
             one.out.copy_(embedded * one.scale)
         if norm is not None:
-            fused.add_norm(None, like, None, norm[0], norm[1], None, None, norm[2], form=form)
+            attention_and_norms.add_norm(None, like, None, norm[0], norm[1], None, None, norm[2], form=form)
         if ring is not None:
             torch.remainder(ring[0], ring[1], out=ring[2])
         return
@@ -106,7 +104,7 @@ def rows(
         given += [one.table, one.table.shape[0], one.table.shape[1], float(one.scale), int(one.in_order), one.out]
     given += [None, 0.0, None] if norm is None else [norm[0], float(norm[1]), norm[2]]
     given += [None, 1, None] if ring is None else list(ring)
-    given += [fused.FORMS.index(form), layouts.half(like)]
+    given += [attention_and_norms.FORMS.index(form), layouts.half(like)]
     module.launch("rows", (blocks, ids.numel()), (threads,), given, dependent=dependent)
 
 
@@ -128,7 +126,7 @@ def per_layer(
     ):  # fmt: skip
         projected = (product * scale).reshape(-1, width)
         normed = torch.empty_like(projected)
-        fused.add_norm(None, projected, None, weight, eps, None, None, normed)
+        attention_and_norms.add_norm(None, projected, None, weight, eps, None, None, normed)
         out.copy_((normed.view(own.shape) + own) * factor)
         return
     module.launch(
@@ -295,13 +293,13 @@ def _wrong_front(module: nvrtc.Module, inputs: _Inputs, sizes: Sizes, n: int) ->
         wanted = [one.out for one in lookups] + [inputs.places]
         if not all(torch.equal(a, b) for a, b in zip(outputs, wanted, strict=True)):
             return f"rows of {[one.table.shape[1] for one in lookups]} values: not what the table holds"
-        if (error := fused_check.relative_error(normed, inputs.normed)) > fused_check.LARGEST_DIFFERENCE[normed.dtype]:
+        if (error := selfcheck.relative_error(normed, inputs.normed)) > selfcheck.LARGEST_DIFFERENCE[normed.dtype]:
             return f"rows of {sizes.width} values: relative error {error:.1e} of their norm"
     if sizes.per_layer:
         inputs.per_layer(module)
         mixed = inputs.mixed.clone()
         inputs.per_layer(None)
-        if (error := fused_check.relative_error(mixed, inputs.mixed)) > fused_check.LARGEST_DIFFERENCE[mixed.dtype]:
+        if (error := selfcheck.relative_error(mixed, inputs.mixed)) > selfcheck.LARGEST_DIFFERENCE[mixed.dtype]:
             return f"per_layer of {sizes.layers} x {sizes.per_layer}: relative error {error:.1e}"
     return None
 
@@ -333,8 +331,8 @@ def _wrong_scores(module: nvrtc.Module, inputs: _Inputs) -> str | None:
         finite = wanted[0].isfinite()
         if not torch.equal(finite, scores.isfinite()) or not torch.equal(wanted[0].isnan(), scores.isnan()):
             return f"{what}: not the logits of torch"
-        error = fused_check.relative_error(scores[finite], wanted[0][finite]) if finite.any() else 0.0
-        if error > fused_check.LARGEST_DIFFERENCE[logits.dtype]:
+        error = selfcheck.relative_error(scores[finite], wanted[0][finite]) if finite.any() else 0.0
+        if error > selfcheck.LARGEST_DIFFERENCE[logits.dtype]:
             return f"{what}: relative error {error:.1e}"
         # One wrong value of many hardly changes a norm.
         steps = 4 * torch.finfo(logits.dtype).eps

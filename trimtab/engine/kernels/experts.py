@@ -15,8 +15,7 @@ from torch.nn import functional
 from trimtab.engine.cuda import nvrtc
 from trimtab.engine.formats.packed import Packed
 from trimtab.engine.formats.weights import dequantize, exact_rows
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import layouts
+from trimtab.engine.kernels import attention_and_norms, layouts
 from trimtab.engine.kernels.dequantize import can_unpack, fits_type
 from trimtab.engine.kernels.selfcheck import random_values, relative_error
 from trimtab.engine.lora.layers import StackChange
@@ -142,8 +141,8 @@ def why_not(mixture: Mixture, n: int, top_k: int, dtype: torch.dtype, device: to
     """Return why the kernels do not compute this mixture for n rows on this device, None if they do."""
     if (why := layouts.why_not_type(dtype)) is not None:
         return why
-    if mixture.activation not in fused.ACTIVATIONS:
-        return f"the activation function is {mixture.activation}, not one of {', '.join(fused.ACTIVATIONS)}"
+    if mixture.activation not in attention_and_norms.ACTIVATIONS:
+        return f"the activation function is {mixture.activation}, not one of {', '.join(attention_and_norms.ACTIVATIONS)}"
     if not 1 <= n <= MOST_ROWS or not 1 <= top_k <= MOST_CHOSEN:
         return f"{n} rows with {top_k} experts each, more than {MOST_ROWS} with {MOST_CHOSEN}"
     (count, both, width), down = mixture.gate_up.shape, tuple(mixture.down.shape)
@@ -229,7 +228,7 @@ def _few(
         mixture.gate_up, "experts_gate_up", (inner // outputs, chosen, n), _warps(chunks),
         [
             x, x.stride(0), index, count, *_stack_arguments(mixture, mixture.gate_up), inner, width,
-            fused.ACTIVATIONS.index(mixture.activation), h, *changes,
+            attention_and_norms.ACTIVATIONS.index(mixture.activation), h, *changes,
         ],
         _shared_bytes(mixture.gate_up, chunks, 2, 0),
     )  # fmt: skip
@@ -279,7 +278,7 @@ def _many(
             mixture.gate_up, "experts_many_gate_up", (2 * inner // _TILE, tiles), 4,
             [
                 x, x.stride(0), *sorted_pairs, *_stack_arguments(mixture, mixture.gate_up, turns.at), turns.turn, turn, width,
-                inner, fused.ACTIVATIONS.index(mixture.activation), h, *changes,
+                inner, attention_and_norms.ACTIVATIONS.index(mixture.activation), h, *changes,
             ],
         )  # fmt: skip
     change(mixture.down, h, inner, 2, 1)
@@ -469,7 +468,7 @@ def _experts_torch(
             expert, own = known[row, k : k + 1], row // each
             gate, up = _product(x[row : row + 1], mixture.gate_up, expert, own, lora, (0, 1)).chunk(2, dim=1)
             h = torch.empty_like(up)
-            fused.gated(gate, up, h, mixture.activation)
+            attention_and_norms.gated(gate, up, h, mixture.activation)
             made.append(_product(h, mixture.down, expert, own, lora, (2,)))
         sums += (torch.cat(made) * weights[:, k, None]).to(wide)
     return out.copy_(sums.to(x.dtype).masked_fill((known != index).any(dim=1, keepdim=True), torch.nan))
@@ -559,6 +558,6 @@ def _exact(x: Tensor, index: Tensor, weights: Tensor, mixture: Mixture, lora: Ex
         for k, expert in enumerate(chosen):
             gate, up = product(x[row].double(), mixture.gate_up, expert, row, (0, 1)).chunk(2)
             h = torch.empty_like(up)[None]
-            fused.gated(gate[None], up[None], h, mixture.activation)
+            attention_and_norms.gated(gate[None], up[None], h, mixture.activation)
             out[row] += weights[row, k].double() * product(h[0], mixture.down, expert, row, (2,))
     return out

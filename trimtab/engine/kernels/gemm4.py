@@ -8,13 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trimtab.engine.cuda import launch_config as cuts
-from trimtab.engine.cuda import nvrtc
+from trimtab.engine.cuda import launch_config, nvrtc
 from trimtab.engine.formats import weights as formats
 from trimtab.engine.formats.packed import LayerProduct, Matmul, Packed
 from trimtab.engine.formats.weights import dequantize, dequantize_rows
-from trimtab.engine.kernels import gemv4 as matvec
-from trimtab.engine.kernels import layouts
+from trimtab.engine.kernels import gemv4, layouts
 from trimtab.engine.kernels.dequantize import fits_type
 from trimtab.engine.kernels.gemv4 import LoraArgs
 from trimtab.engine.kernels.selfcheck import exact_changes, random_values
@@ -113,14 +111,14 @@ def linear(
     over the unpacked weight up to the order of its sum. A change is rounded first over a quantized layer, as PEFT does.
     """
     round_change = rounds_change(weights[0].kind) if round_change is None else round_change
-    biases = [*bias, *[None] * (matvec.MAX_MEMBERS - len(bias))][: len(weights)]
+    biases = [*bias, *[None] * (gemv4.MAX_MEMBERS - len(bias))][: len(weights)]
     if module is None:
         if lora is not None:
-            matvec.lora_shrink_torch(x, lora)
+            gemv4.lora_shrink_torch(x, lora)
         for m, (packed, part) in enumerate(zip(weights, out.split([one.shape[0] for one in weights], dim=1), strict=True)):
             part.copy_(formats.unpacked_shell(packed, dequantize(packed), biases[m])(x))
             if lora is not None:
-                matvec.lora_add_torch(part, lora.member(m), round_change=round_change)
+                gemv4.lora_add_torch(part, lora.member(m), round_change=round_change)
         return
     n, columns = x.shape
     rows = [packed.shape[0] for packed in weights]
@@ -131,7 +129,7 @@ def linear(
             linear(x, weights[run], to, bias=biases[run], lora=one, module=module, round_change=round_change, beside=beside)
         return
     assert n <= MOST_TOKENS and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    assert out.shape == (n, sum(rows)) and out.stride(1) == 1 and out.dtype == x.dtype and len(weights) <= matvec.MAX_MEMBERS
+    assert out.shape == (n, sum(rows)) and out.stride(1) == 1 and out.dtype == x.dtype and len(weights) <= gemv4.MAX_MEMBERS
     fork = None if lora is None else beside
     if lora is not None and fork is not None:
         fork.wait_stream(torch.cuda.current_stream(x.device))
@@ -153,7 +151,7 @@ def linear(
     members: list[nvrtc.Argument] = []
     for packed, own in zip(weights, biases, strict=True):
         members += [*layouts.tensors(packed), own, packed.shape[0]]
-    members += [None, None, None, None, None, 0] * (matvec.MAX_MEMBERS - len(weights))
+    members += [None, None, None, None, None, 0] * (gemv4.MAX_MEMBERS - len(weights))
     layouts.variant(weights[0], module).launch(
         f"rows_product_{tile}", (-(-items // each), 1, pieces), (_THREADS,),
         [
@@ -197,7 +195,7 @@ def shrink(x: Tensor, lora: LoraArgs, module: nvrtc.Module, *, dependent: bool |
 
 
 def add(y: Tensor, lora: LoraArgs, module: nvrtc.Module, *, x: Tensor | None = None, round_change: bool = False) -> None:
-    """Do what `matvec.lora_add` does, for any number of rows: add scale * (B low) to y [n, D_out] of a group's first layer in
+    """Do what `gemv4.lora_add` does, for any number of rows: add scale * (B low) to y [n, D_out] of a group's first layer in
     place. x [n, D_in]: the group's input; `low` is then made first, for all members."""
     if x is not None:
         shrink(x, lora, module)
@@ -229,7 +227,7 @@ def _up(
 
 
 def matmul(
-    leaves: Collection[Leaf], module: nvrtc.Module | None, *, least: int = cuts.MAX_ROWS + 1, most: int = MOST_ROWS
+    leaves: Collection[Leaf], module: nvrtc.Module | None, *, least: int = launch_config.MAX_ROWS + 1, most: int = MOST_ROWS
 ) -> Matmul[LayerProduct] | None:
     """Return the way to multiply `least` to `most` rows by the kernel, None without one."""
     return None if module is None else Matmul("gemm4", set(leaves), partial(product, module=module), least, most)
@@ -264,7 +262,7 @@ def wrong(
     for n in [one for one in counts if one * row_bytes <= CHECK_BYTES] or counts[:1]:
         x = random(n, columns).to(dtype)
         numbers = [i % 3 - 1 for i in range(n)]
-        args = matvec.lora_args(adapters, torch.tensor(numbers, dtype=torch.int32, device=device), 16)
+        args = gemv4.lora_args(adapters, torch.tensor(numbers, dtype=torch.int32, device=device), 16)
         actual = torch.empty(n, sum(outputs), dtype=dtype, device=device)
         linear(x, weights, actual, lora=args, module=module)
         off, size = 0.0, 0.0
@@ -282,7 +280,7 @@ def wrong(
 def _exact(x: Tensor, packed: Packed, rows: slice) -> Tensor:
     """Return some outputs of a layer in float64; one that rounds its outputs to 8 bits has weights in its own type."""
     if packed.static_scales is None:
-        return x.double() @ matvec.decoded(packed, torch.float64, rows=rows).T
+        return x.double() @ gemv4.decoded(packed, torch.float64, rows=rows).T
     weight = dequantize_rows(packed, rows.start, rows.stop, x.device).double()
     y = (formats.rounded(packed, x, is_input=True).double() @ weight.T).to(x.dtype)
     return formats.rounded(packed, y, is_input=False).double()

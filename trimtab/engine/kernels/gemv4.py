@@ -13,15 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trimtab.engine.cuda import launch_config as cuts
-from trimtab.engine.cuda import nvrtc
-from trimtab.engine.cuda import shipped_configs as launch_configs
+from trimtab.engine.cuda import launch_config, nvrtc, shipped_configs
 from trimtab.engine.cuda.launch_config import BLOCK, MAX_ROWS, CutKey, LaunchConfig
 from trimtab.engine.formats import weights as formats
 from trimtab.engine.formats.packed import LayerProduct, Matmul, Packed
 from trimtab.engine.formats.weights import exact_rows
-from trimtab.engine.kernels import attention_and_norms as fused
-from trimtab.engine.kernels import layouts
+from trimtab.engine.kernels import attention_and_norms, layouts
 from trimtab.engine.layers.leaves import Leaf
 from trimtab.errors import DeviceError
 from trimtab.formats.kernels import LAYOUTS
@@ -44,8 +41,8 @@ class Gate:
 
 
 class NormForm(NamedTuple):
-    """The norms around a model's products. form: where they round, one of `fused.FORMS`; has_post: whether what a product made is
-    normed before it is added to the residual."""
+    """The norms around a model's products. form: where they round, one of `attention_and_norms.FORMS`; has_post: whether what a
+    product made is normed before it is added to the residual."""
 
     form: str = "inside"
     has_post: bool = True
@@ -60,7 +57,7 @@ class Norm:
 
     h = (residual + norm(y) post) scalar, x = norm(h) next (x = h without next). Shapes: residual, out_h [n, D_in]; out_h is
     written and must not be residual; post, next [D_in]; scalar [1] or None. Without post h = (residual + y) scalar. form: as
-    `fused.FORMS`.
+    `attention_and_norms.FORMS`.
     """
 
     residual: Tensor
@@ -72,8 +69,8 @@ class Norm:
     form: str = "inside"
 
     def apply(self, y: Tensor, out_x: Tensor | None, module: nvrtc.Module | None, *, dependent: bool | None = None) -> Tensor:
-        """Do it by itself (`fused.add_norm`) and return the product's input: out_x, or out_h where there is no next."""
-        fused.add_norm(
+        """Do it by itself (`attention_and_norms.add_norm`). Return the product's input: out_x, or out_h where there is no next."""
+        attention_and_norms.add_norm(
             y, self.residual, self.post, self.next, self.eps, self.scalar, self.out_h, None if self.next is None else out_x,
             module, dependent=dependent, form=self.form,
         )  # fmt: skip
@@ -199,7 +196,7 @@ def matvec4_torch(
 
 def _apply_gate(wide: Tensor, gate: Gate, out: Tensor) -> None:
     up = gate.other if gate.other is not None else wide[:, wide.shape[1] // 2 :]
-    fused.gated(wide[:, : out.shape[1]], up, out, gate.kind)
+    attention_and_norms.gated(wide[:, : out.shape[1]], up, out, gate.kind)
 
 
 def lora_add_torch(y: Tensor, lora: LoraArgs, *, round_change: bool) -> None:
@@ -230,17 +227,17 @@ def load(device: torch.device | str, norm: NormForm = PLAIN) -> nvrtc.Module:
     module.launch("where_shared", (1,), (32,), [base], shared_bytes=16)
     module.common = (f"-DSHARED_BASE={int(base)}",)
     if norm != PLAIN:
-        module.common += (f"-DNORM_FORM={fused.FORMS.index(norm.form)}", f"-DHAS_POST={norm.has_post:d}")
+        module.common += (f"-DNORM_FORM={attention_and_norms.FORMS.index(norm.form)}", f"-DHAS_POST={norm.has_post:d}")
         module.products.norm = norm
-    known = launch_configs.kept(target_of(module))
-    module.products.known = {key: (cut, launch_configs.MEASURED) for key, cut in known.items()}
+    known = shipped_configs.kept(target_of(module))
+    module.products.known = {key: (cut, shipped_configs.MEASURED) for key, cut in known.items()}
     module.products.measured = set(known)
     return module
 
 
-def target_of(module: nvrtc.Module) -> launch_configs.Target:
+def target_of(module: nvrtc.Module) -> shipped_configs.Target:
     """Return the card and source that launch configurations are kept for."""
-    return launch_configs.Target(
+    return shipped_configs.Target(
         torch.cuda.get_device_name(module.device), module.capability, module.multiprocessors, module.shared_bytes,
         source_hash(),
     )  # fmt: skip
@@ -257,7 +254,7 @@ def config_of(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: 
     if key in products.known:
         return products.known[key]
     if products.shipped is None:
-        products.shipped = launch_configs.shipped(target_of(module))
+        products.shipped = shipped_configs.shipped(target_of(module))
     configs, status = products.shipped
     if key in configs:
         return configs[key], status
@@ -266,9 +263,9 @@ def config_of(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: 
     like = None if other is None else next((one for one in ways(weights, n, module, pair=pair) if one.is_like(other)), None)
     if like is not None and other is not None:
         is_normed = other.normed and like.may_be_normed and like.normed_bytes(weights[0].shape[1]) <= module.shared_bytes
-        return replace(like, normed=is_normed), launch_configs.ESTIMATED
+        return replace(like, normed=is_normed), shipped_configs.ESTIMATED
     best = next(iter(ways(weights, n, module, pair=pair)), None)
-    return None if best is None else (best, launch_configs.ESTIMATED)
+    return None if best is None else (best, shipped_configs.ESTIMATED)
 
 
 def is_tuned_before(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> bool:
@@ -278,7 +275,7 @@ def is_tuned_before(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, 
 
 def prepare(module: nvrtc.Module) -> None:
     """Give a module the scratch of its launches: parts of sums, which every launch finds and leaves EMPTY."""
-    module.scratch["parts"] = torch.full((cuts.MOST_PARTS,), EMPTY, dtype=torch.int32, device=module.device)
+    module.scratch["parts"] = torch.full((launch_config.MOST_PARTS,), EMPTY, dtype=torch.int32, device=module.device)
 
 
 def _table(code: Tensor, module: nvrtc.Module) -> Tensor:
@@ -370,19 +367,19 @@ def arguments(
         *_three([packed.shape[0] for packed in weights], 0),
         None if code is None else _table(code, module), nested_code,
         *_lora_arguments(lora, module.side_by_side, low_room), len(weights), 0 if gate is None else 1 if other is None else 2,
-        0 if gate is None else fused.ACTIVATIONS.index(gate.kind), other, 0 if other is None else other.stride(0),
+        0 if gate is None else attention_and_norms.ACTIVATIONS.index(gate.kind), other, 0 if other is None else other.stride(0),
         module.scratch["parts"], cut.units, cut.k_warps, cut.groups, cut.chunk,
         cut.piece, cut.stages, cut.splits, cut.grid,
-        cuts.units_of([packed.shape[0] for packed in weights], pair=gate is not None and other is None),
-        *in_front, *fused.ahead_arguments(ahead),
+        launch_config.units_of([packed.shape[0] for packed in weights], pair=gate is not None and other is None),
+        *in_front, *attention_and_norms.ahead_arguments(ahead),
     ]  # fmt: skip
 
 
 def cut_key(weights: Sequence[Packed], n: int, *, pair: bool = False) -> CutKey:
     """Return under which name a module keeps the cut of a product."""
     return (
-        cuts.key_name(layouts.layout(weights[0]) or ""), tuple(packed.shape[0] for packed in weights), weights[0].shape[1], n,
-        pair,
+        launch_config.key_name(layouts.layout(weights[0]) or ""), tuple(packed.shape[0] for packed in weights),
+        weights[0].shape[1], n, pair,
     )  # fmt: skip
 
 
@@ -403,7 +400,7 @@ def ways(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool 
     """Return the cuts of this product that fit the module's device, the most likely to be fast first."""
     rows, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
     facts = {"multiprocessors": module.multiprocessors, "shared_bytes": module.shared_bytes}
-    return cuts.cuts(rows, columns, n, pair=pair, layout=layouts.layout(weights[0]) or "", **facts)
+    return launch_config.cuts(rows, columns, n, pair=pair, layout=layouts.layout(weights[0]) or "", **facts)
 
 
 def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> LaunchConfig:

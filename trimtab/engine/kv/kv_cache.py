@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from trimtab.engine.kv import int8 as hf_kv_int8
+from trimtab.engine.kv import int8
 from trimtab.engine.kv.recurrent import MODEL_TYPES, RecurrentLayer, is_recurrent
 from trimtab.engine.kv.sequence import PagePool, rope_module
 from trimtab.planning.values.byte_sizes import ALLOCATION_BYTES, PAGE_TOKENS, pool_tokens, round_up
@@ -208,11 +208,11 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
 
     def hold(self, states: Tensor) -> Tensor:
         """Return the stored form of new keys or values."""
-        return states if self.kv == "full" else hf_kv_int8.round_states(states)
+        return states if self.kv == "full" else int8.round_states(states)
 
     def read(self, held: Tensor, dtype: torch.dtype) -> Tensor:
         """Return attention's input from the stored form."""
-        return held if self.kv == "full" else hf_kv_int8.read_states(held, dtype)
+        return held if self.kv == "full" else int8.read_states(held, dtype)
 
     def rows_of_step(self, count: int) -> slice:
         """Return which rows a step of `count` rows is of."""
@@ -308,15 +308,15 @@ class BatchedKVCache(Cache):  # type: ignore[misc]
 
     def _build(self, prompt: DynamicCache) -> None:
         for number, layer in enumerate(prompt.layers):
-            if type(layer) in hf_kv_int8.SLIDING_LAYERS:
+            if type(layer) in int8.SLIDING_LAYERS:
                 window = min(layer.sliding_window, self.context_tokens)
                 self.layers.append(LayerCache(self, window, is_ring=True))
                 if window not in self.ring_places:
                     self.ring_places[window] = torch.zeros_like(self.positions)
                     self._masks[window] = torch.zeros(self.rows, 1, 1, window, dtype=torch.bool, device=self.device)
-            elif type(layer) in hf_kv_int8.FULL_LAYERS and self.pool is not None:
+            elif type(layer) in int8.FULL_LAYERS and self.pool is not None:
                 self.layers.append(PagedLayer(self, self.pool))
-            elif type(layer) in hf_kv_int8.FULL_LAYERS:
+            elif type(layer) in int8.FULL_LAYERS:
                 self.layers.append(LayerCache(self, self.context_tokens, is_ring=False))
             elif is_recurrent(layer):
                 self.layers.append(RecurrentLayer(self))
@@ -438,7 +438,7 @@ def prompt_cache(hf_model: HFModel, kv: str = "full") -> DynamicCache:
     if not cache.layers and getattr(config, "num_kv_shared_layers", None) == 0:
         # Up to transformers 5.18 `layer_types[:-0]` leaves none (the doctor's I1): no states could be copied back.
         cache.layers = [_prompt_layer(kind, config) for kind in config.layer_types or ()]
-    return cache if kv == "full" else hf_kv_int8.with_form(cache)
+    return cache if kv == "full" else int8.with_form(cache)
 
 
 def _prompt_layer(kind: str, config: Config) -> DynamicLayer:
@@ -451,7 +451,7 @@ def why_not(hf_model: HFModel) -> str | None:
     for number, layer in enumerate(prompt_cache(hf_model).layers):
         if is_recurrent(layer) and config.model_type in MODEL_TYPES:
             continue
-        if type(layer) not in (*hf_kv_int8.FULL_LAYERS, *hf_kv_int8.SLIDING_LAYERS) and type(layer).__name__ != "DummyLayer":
+        if type(layer) not in (*int8.FULL_LAYERS, *int8.SLIDING_LAYERS) and type(layer).__name__ != "DummyLayer":
             return _unsupported(number, layer)
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):  # kept in transformers' sliding layers
         return "it has layers of the kind chunked_attention"
@@ -518,7 +518,7 @@ def keeps_states(hf_model: HFModel) -> bool:
 
 def windows(hf_model: HFModel, context_tokens: int) -> tuple[int, ...]:
     """Return the windows of a family's sliding layers, each once; () if all layers keep every position."""
-    sliding = (layer for layer in prompt_cache(hf_model).layers if type(layer) in hf_kv_int8.SLIDING_LAYERS)
+    sliding = (layer for layer in prompt_cache(hf_model).layers if type(layer) in int8.SLIDING_LAYERS)
     return tuple(sorted({min(int(layer.sliding_window), context_tokens) for layer in sliding}))
 
 

@@ -15,17 +15,15 @@ from torch import Tensor, nn
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, TensorRow
 from trimtab.checkpoint.folder import Checkpoint, check_has_weights, read_checkpoint
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.formats import int8_head
 from trimtab.engine.formats.packed import CodeTables, Packed, is_narrow, keep
 from trimtab.engine.formats.weights import prequantized, quantize, unpacked
 from trimtab.engine.kv import sequence
 from trimtab.engine.layers import leaves
-from trimtab.engine.loader import head_kernel as head8_choice
-from trimtab.engine.loader import pieces
-from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.loader import head_kernel, pieces, transformers_model
 from trimtab.engine.lora.store import AdapterStore
-from trimtab.engine.passes import attention as hf_attention
-from trimtab.engine.tiers import streaming as tiers
+from trimtab.engine.passes import attention
+from trimtab.engine.tiers import streaming
 from trimtab.engine.tiers.near_experts import NearWriter
 from trimtab.engine.tiers.reader import Arena, Part, Reader, Wanted
 from trimtab.engine.tiers.streaming import Spill
@@ -56,7 +54,7 @@ class Loaded:
     packs_experts: whether modules hold packed experts."""
 
     hf_model: HFModel | None
-    streamer: tiers.Streamer | None
+    streamer: streaming.Streamer | None
     file_rows: list[leaves.FileRows] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     packs_experts: bool = False
@@ -72,7 +70,7 @@ class Loaded:
 
 
 def fill(
-    plan: Plan, store: AdapterStore, *, progress: Progress | None = None, files: FilesRead[hf.Probe] | None = None
+    plan: Plan, store: AdapterStore, *, progress: Progress | None = None, files: FilesRead[transformers_model.Probe] | None = None
 ) -> tuple[Loaded, Anatomy]:
     """Return the model of the plan with every tensor in its tier, and its anatomy.
 
@@ -84,8 +82,11 @@ def fill(
         files, checkpoint = FilesRead(tree=files.tree), read_checkpoint(request.model)
     check_has_weights(checkpoint)
     plan.check_same_checkpoint(checkpoint)
-    probe, is_narrow = files.tree or hf.probe(checkpoint, dtype=request.dtype), keeps_16bit(request.dtype, plan.dtype_reason)
-    anatomy = files.anatomies.get(anatomy_key(request, keeps_16bit=is_narrow)) or hf.anatomy_of(
+    probe, is_narrow = (
+        files.tree or transformers_model.probe(checkpoint, dtype=request.dtype),
+        keeps_16bit(request.dtype, plan.dtype_reason),
+    )
+    anatomy = files.anatomies.get(anatomy_key(request, keeps_16bit=is_narrow)) or transformers_model.anatomy_of(
         probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head, keeps_16bit=is_narrow,
         experts=request.experts,
     )  # fmt: skip
@@ -95,14 +96,20 @@ def fill(
         loaded = filler.run(progress)
         if anatomy.routers:
             pieces.check_routers(probe.model, anatomy.routers, str(checkpoint.path))
-        sequence.turn_alone(probe.model, hf_attention.growing_rotations(probe.model, request.context_tokens))
+        sequence.turn_alone(probe.model, attention.growing_rotations(probe.model, request.context_tokens))
         undo.pop_all()
     return loaded, anatomy
 
 
 class _Filler:
     def __init__(
-        self, plan: Plan, checkpoint: Checkpoint, probe: hf.Probe, anatomy: Anatomy, store: AdapterStore, undo: ExitStack
+        self,
+        plan: Plan,
+        checkpoint: Checkpoint,
+        probe: transformers_model.Probe,
+        anatomy: Anatomy,
+        store: AdapterStore,
+        undo: ExitStack,
     ) -> None:
         self.plan, self.probe, self.adapter_store, self.undo = plan, probe, store, undo
         self.device = torch.device(plan.execution_device)
@@ -116,9 +123,9 @@ class _Filler:
         self.codes = CodeTables()
         self.arena = Arena(sum(map(self._arena_bytes, self.rows)), self.device)
         self.owners: dict[str, nn.Parameter] = {}
-        self.groups: list[tiers.Group] = []
+        self.groups: list[streaming.Group] = []
         # Streamed weights are put in place at the end: which buffers they share is known when the last block is read.
-        self.waiting: list[Callable[[tiers.Streamer], None]] = []
+        self.waiting: list[Callable[[streaming.Streamer], None]] = []
         self.on_host: list[nn.Module] = []
         self.file_rows: list[leaves.FileRows] = []
         self.spill: Spill | None = None
@@ -143,7 +150,7 @@ class _Filler:
         order = list(self._reads(row for _, rows in blocks for row in rows))
         total = sum(wanted.entry.nbytes for wanted in order)
         count = phases.counting("loading", is_bytes=True)
-        tried = hf_attention.begin_trials(self.probe.model, self.device, self.dtype, self.undo)
+        tried = attention.begin_trials(self.probe.model, self.device, self.dtype, self.undo)
         with Reader(order) as reader:
             self.reader = reader
             for block, rows in blocks:
@@ -162,8 +169,8 @@ class _Filler:
             self.adapter_store.set_groups_on_host()
         if next(self.probe.model.parameters(), None) is None:  # OLMo: transformers asks one for the model's device and type
             self.probe.model.register_parameter("_own", nn.Parameter(torch.empty(0, dtype=self.dtype, device=self.device), False))
-        why = head8_choice.choose(self.head) if self.head is not None and self.device.type == "cuda" else None
-        found = {head8.NAME: why, hf_attention.WHAT: hf_attention.use_in(self.probe.model, tried)}
+        why = head_kernel.choose(self.head) if self.head is not None and self.device.type == "cuda" else None
+        found = {int8_head.NAME: why, attention.WHAT: attention.use_in(self.probe.model, tried)}
         left_out = {what: why for what, why in found.items() if why is not None}
         return Loaded(self.probe.model, streamer, self.file_rows, left_out, any(row.packs_experts for row in self.rows))
 
@@ -322,7 +329,7 @@ class _Filler:
     def _fill_block(self, block: str, rows: list[ModuleRow]) -> None:
         tier = self.tier[block]
         is_pinned, planned = tier == "stream" and self.device.type == "cuda", self.planned[block]
-        writer = tiers.GroupWriter(block, planned.buffer_bytes, pinned=is_pinned) if tier in ("stream", "disk") else None
+        writer = streaming.GroupWriter(block, planned.buffer_bytes, pinned=is_pinned) if tier in ("stream", "disk") else None
         firsts = {piece[0] for piece in planned.pieces}
         for row in rows:
             if writer is not None and row.module_path in firsts:
@@ -345,7 +352,7 @@ class _Filler:
                 self.spill = Spill(spill_folder(self.plan.request.offload_dir))
             self.groups.append(writer.finish(self.spill if tier == "disk" else None))
 
-    def _fill_linear(self, row: ModuleRow, module: nn.Linear, tier: str, writer: tiers.GroupWriter | None) -> None:
+    def _fill_linear(self, row: ModuleRow, module: nn.Linear, tier: str, writer: streaming.GroupWriter | None) -> None:
         weight = row.weight
         assert weight is not None, row.module_path
         tied = weight.tied_to is not None
@@ -371,12 +378,12 @@ class _Filler:
         bias = module.bias.data if isinstance(module.bias, Tensor) else None
         return {"bias": bias, "device": self.device, "dtype": self.dtype, "store": self.adapter_store}
 
-    def _fill_head8(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
+    def _fill_head8(self, row: ModuleRow, module: nn.Module, tier: str, writer: streaming.GroupWriter | None) -> None:
         """Make the 8-bit copy of the head in its tier, slice by slice, never complete next to its source."""
         weight = row.weight
         assert weight is not None, row.module_path
         shape = (weight.shape[0], weight.shape[1])
-        forms = head8.forms(*shape)
+        forms = int8_head.forms(*shape)
         places: dict[str, Part] | None = None
         if tier == "resident":
             parts = self.arena.room(forms)
@@ -386,12 +393,12 @@ class _Filler:
             assert writer is not None
             parts, places = writer.room(forms), writer.places
         assert self.reader is not None
-        is_finite = head8.fill(map(self.reader.take, self._head_pieces(weight)), parts)
+        is_finite = int8_head.fill(map(self.reader.take, self._head_pieces(weight)), parts)
         if not is_finite:
             raise CheckpointError("holds values that are not finite", path=self.plan.request.model, tensor_name=weight.tensor_path)
         self._fill_fixed(row, module, [weight])
         common = self._options(module)
-        packed = Packed(HEAD8, shape, self.dtype, parts, {}, kernel=head8.Kernel())
+        packed = Packed(HEAD8, shape, self.dtype, parts, {}, kernel=int8_head.Kernel())
         if places is not None:
             assert writer is not None
             self._stage_linear(row, self._staged(packed, places, writer), common)
@@ -431,13 +438,15 @@ class _Filler:
         return self.codes.share(quantize(dense, self.plan.request.quant)) if row.quantized else keep(dense)
 
     def _staged(
-        self, packed: Packed, places: Mapping[str, Part], writer: tiers.GroupWriter
-    ) -> Callable[[tiers.Streamer], tiers.Staged]:
+        self, packed: Packed, places: Mapping[str, Part], writer: streaming.GroupWriter
+    ) -> Callable[[streaming.Streamer], streaming.Staged]:
         facts, piece = packed.with_parts({}, packed.codes), len(writer.piece_starts)
-        return lambda streamer: tiers.Staged(streamer, writer.group, facts, places, piece)
+        return lambda streamer: streaming.Staged(streamer, writer.group, facts, places, piece)
 
-    def _stage_linear(self, row: ModuleRow, staged: Callable[[tiers.Streamer], tiers.Staged], common: leaves.LeafOptions) -> None:
-        def put(streamer: tiers.Streamer) -> None:
+    def _stage_linear(
+        self, row: ModuleRow, staged: Callable[[streaming.Streamer], streaming.Staged], common: leaves.LeafOptions
+    ) -> None:
+        def put(streamer: streaming.Streamer) -> None:
             leaf = leaves.StagedLinear(row.module_path, staged(streamer), **common)
             self.probe.model.set_submodule(row.module_path, leaf.eval())
             if row.is_head8:
@@ -445,7 +454,7 @@ class _Filler:
 
         self.waiting.append(put)
 
-    def _fill_experts(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
+    def _fill_experts(self, row: ModuleRow, module: nn.Module, tier: str, writer: streaming.GroupWriter | None) -> None:
         large = [tensor for tensor in row.tensors if self._moves(row, tensor)]
         dense = {tensor.tensor_path.rpartition(".")[2]: self._dense(tensor) for tensor in large}
         stacks = {name: tensor for name, tensor in dense.items() if tensor is not None}
@@ -461,7 +470,7 @@ class _Filler:
         staged = self._staged(packed, writer.add(stacks), writer)
         self.waiting.append(lambda streamer: leaves.stage_parameters(module, staged(streamer)))
 
-    def _fill_packed_experts(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
+    def _fill_packed_experts(self, row: ModuleRow, module: nn.Module, tier: str, writer: streaming.GroupWriter | None) -> None:
         assert self.reader is not None
         near = NearWriter(self.device, self.slots, self.arena) if self.slots else None
         writer = None if near is not None else writer
@@ -576,12 +585,12 @@ class _Filler:
                 hint="This architecture keeps tensors where the loader does not look; please report it",
             )  # fmt: skip
 
-    def _streamer(self) -> tiers.Streamer | None:
+    def _streamer(self) -> streaming.Streamer | None:
         if not self.groups:
             return None
         in_order = {row.block: place for place, row in reversed(list(enumerate(self.rows)))}
         self.groups.sort(key=lambda group: in_order[group.block])
-        streamer = tiers.Streamer(self.device, self.groups, slot_count=self.plan.staging_slots, spill=self.spill)
+        streamer = streaming.Streamer(self.device, self.groups, slot_count=self.plan.staging_slots, spill=self.spill)
         self.undo.callback(streamer.close)
         for put in self.waiting:
             put(streamer)

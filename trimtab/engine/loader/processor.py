@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import transformers
 
 from trimtab.checkpoint.folder import CONFIG
-from trimtab.engine.loader import transformers_model as hf
+from trimtab.engine.loader import transformers_model
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.process.json_file import check_files, read_object
 
@@ -45,7 +45,7 @@ def load_processor(folder: Path) -> Processor:
         processor = _without_video(folder, lacking)
     else:
         try:
-            processor = hf.load_processor(folder)
+            processor = transformers_model.load_processor(folder)
         except CheckpointError as exc:
             # transformers finds no tokenizer, or one of special tokens alone, by the files that it has loaded before.
             if (folder / "tokenizer_config.json").is_file() and not _has_vocabulary(folder):
@@ -176,7 +176,7 @@ def _without_video(folder: Path, first: Exception) -> Processor:
     try:
         config, _ = transformers.ProcessorMixin.get_processor_dict(folder, local_files_only=True)
         kind = getattr(transformers, config.pop("processor_class"))
-        parts: dict[str, object] = {"tokenizer": hf.load_tokenizer(folder)}
+        parts: dict[str, object] = {"tokenizer": transformers_model.load_tokenizer(folder)}
         known = set(inspect.signature(kind.__init__).parameters)
         options = {"trust_remote_code": False, "local_files_only": True}
         if "image_processor" in known:

@@ -422,16 +422,15 @@ def _why_no_answers(model: HFModel) -> tuple[str | None, bool]:
 def _with_ways(built: Anatomy, probed: Probe) -> Anatomy:
     """Return an anatomy with the executions that it supports."""
     from trimtab.engine.families import families
-    from trimtab.engine.kv import kv_cache as hf_slots
-    from trimtab.engine.passes import chunk_forward as hf_prefill
-    from trimtab.engine.passes import media_embeddings as hf_prompt_media
+    from trimtab.engine.kv import kv_cache
+    from trimtab.engine.passes import chunk_forward, media_embeddings
     from trimtab.engine.towers.bounds_check import unknown_towers
 
     why, has_vectors = _why_no_answers(probed.model)
     return replace(
-        built, answers_unsupported=why, has_vectors=has_vectors, capture_unsupported=why or hf_slots.why_not(probed.model),
-        fused_unsupported=why or families.why_not(probed.model), prompts_unsupported=why or hf_prefill.why_not(probed.model),
-        images_look_ahead=hf_prompt_media.images_look_ahead(probed.config), can_chunk=hf_slots.can_chunk(probed.model),
+        built, answers_unsupported=why, has_vectors=has_vectors, capture_unsupported=why or kv_cache.why_not(probed.model),
+        fused_unsupported=why or families.why_not(probed.model), prompts_unsupported=why or chunk_forward.why_not(probed.model),
+        images_look_ahead=media_embeddings.images_look_ahead(probed.config), can_chunk=kv_cache.can_chunk(probed.model),
         unknown_towers=unknown_towers(probed.config),
     )  # fmt: skip
 

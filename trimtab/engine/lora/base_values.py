@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trimtab.adapters.adapter import AdapterTarget
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.engine.formats import int8_head as head8
+from trimtab.engine.formats import int8_head
 from trimtab.formats.record import HEAD8
 from trimtab.planning.values.byte_sizes import ADAPTER_PIECE_VALUES
 
@@ -175,10 +175,10 @@ def _column_norms(rows: Rows, A: Tensor, B: Tensor, scale: float) -> Pieces[Tens
 def _equals_linear(leaf: LinearLayer, replaced: Mapping[str, Tensor], device: torch.device) -> Pieces[bool]:
     # PEFT writes the whole embedding and head next to LoRA, nearly always unchanged: then they cost nothing.
     if leaf.quant_kind == HEAD8 and set(replaced) == {"weight"}:
-        for rows in head8.pieces(leaf.packed().parts["weight"]):
+        for rows in int8_head.pieces(leaf.packed().parts["weight"]):
             weight = replaced["weight"][rows].to(device=device, dtype=leaf.weight.dtype)
             # Opened for every piece: a step in between may put another block into the staging buffer.
-            if not head8.is_same(leaf.packed().parts, weight, rows):
+            if not int8_head.is_same(leaf.packed().parts, weight, rows):
                 return False
             yield
         return True

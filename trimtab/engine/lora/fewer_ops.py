@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trimtab.engine.formats.packed import LayerProduct, MatmulTable
-from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora import layers
 from trimtab.engine.lora.store import TOWERS, AdaptedLayer, AdapterStore, EagerAdapters, Groups, Place, Selection, covered
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 if TYPE_CHECKING:
 
-    class PlainAdapter(lora.LinearAdapter):
+    class PlainAdapter(layers.LinearAdapter):
         A: Tensor
         B: Tensor
 
@@ -203,7 +203,7 @@ if TYPE_CHECKING:
 def is_plain(adapter: object) -> TypeGuard[PlainAdapter]:
     """Whether an adapter is y + scale B A x and nothing else."""
     return (
-        isinstance(adapter, lora.LinearAdapter) and adapter.A is not None and adapter.B is not None
+        isinstance(adapter, layers.LinearAdapter) and adapter.A is not None and adapter.B is not None
         and adapter.B_bias is None and adapter.magnitude is None and adapter.weight is None and adapter.bias is None
         and adapter.A.dtype == torch.float32
     )  # fmt: skip
@@ -348,7 +348,7 @@ class ShortOps:
         serials = tuple(self.adapter_store.serials.values())
         if self._why is None and self._seen != serials:
             self._seen = serials
-            modules = (vars(m)["original"] if isinstance(m, lora.SavedModule) else m for m in self.hf_model.modules())
+            modules = (vars(m)["original"] if isinstance(m, layers.SavedModule) else m for m in self.hf_model.modules())
             before, self._norms = self._norms, {}
             for module in modules:
                 eps = _eps_of(module)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trimtab.adapter_names import check_weight, mix_name
 from trimtab.checkpoint.names import near_names
-from trimtab.engine.lora import layers as lora
+from trimtab.engine.lora import layers
 from trimtab.engine.lora.base_values import Product, TableLayer
 from trimtab.engine.lora.layers import EmbeddingAdapter, ExpertsAdapter, LinearAdapter, RouterAdapter
 from trimtab.engine.lora.store import (
@@ -199,7 +199,7 @@ class Mixes:
     def _drop(self, name: str) -> None:
         if self._made.pop(name, None) is not None:
             self._added.discard(name)
-            lora.detach(self._model.hf_model, name, store=self._model.adapter_store)
+            layers.detach(self._model.hf_model, name, store=self._model.adapter_store)
 
     def _attach(self, name: str, weights: Mapping[str, float], in_use: Collection[str | None], content: str = "") -> None:
         self._attach_parts(name, _parts_of(self._model.adapter_store, weights), in_use, content)
@@ -225,7 +225,7 @@ class Mixes:
         rest = {module: _rest(path, adapters) for module, (path, adapters) in parts.items() if module not in plain}
         for place in places:
             _fill(place, piece, plain[place.leaf])
-        kinds = frozenset(lora.kind_of(path) for path, adapters in parts.values() if _in_decoder(adapters))
+        kinds = frozenset(layers.kind_of(path) for path, adapters in parts.values() if _in_decoder(adapters))
         ranks = [place.rank for place in places if place.part not in TOWERS]
         fitting = Fitting(model.hf_model, places, {}, kinds, max(ranks, default=0))
         # `attach_fitted` reads all but plain LoRA from files: these come from adapters on the device.

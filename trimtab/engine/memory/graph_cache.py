@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trimtab.engine.cuda.nvrtc import side_stream
 from trimtab.engine.memory.out_of_memory import is_out_of_memory, memory_error
-from trimtab.engine.tiers import streaming as tiers
+from trimtab.engine.tiers import streaming
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.planning.memory.activations import row_cache_bytes
 from trimtab.planning.values.byte_sizes import pool_tokens
@@ -90,7 +90,7 @@ class Policy:
     has_room: Callable[[], bool] = lambda: True
     most: Callable[[], int] = lambda: sys.maxsize
     capturing: Callable[[], AbstractContextManager[None]] = nullcontext
-    streamer: tiers.Streamer | None = None
+    streamer: streaming.Streamer | None = None
     is_trial: bool = False
     frees: bool = False
     is_static: bool = False
@@ -100,15 +100,15 @@ class Policy:
 class Captured:
     """A graph, and the outputs of its replays. order: the pieces of streamed blocks that it enters; serial, kept: as its body's."""
 
-    graph: tiers.Replayable
+    graph: streaming.Replayable
     outputs: Tensors
     serial: int | None = None
     kept: object = None
-    streamer: tiers.Streamer | None = None
+    streamer: streaming.Streamer | None = None
     order: Sequence[Piece] = ()
 
     def replay(self) -> None:
-        tiers.replay(self.streamer, self.order, self.graph)
+        streaming.replay(self.streamer, self.order, self.graph)
 
 
 @dataclass(frozen=True)
@@ -210,11 +210,11 @@ class GraphCache(OrderedDict[Key, Captured]):
 
     def _recorded(
         self, body: Body, before: Overwritten, order: list[Piece], policy: Policy
-    ) -> tuple[tiers.Replayable, Tensors, Tensors]:  # fmt: skip
+    ) -> tuple[streaming.Replayable, Tensors, Tensors]:  # fmt: skip
         """Return a graph, its outputs, and results from before the capture. order: becomes the pieces that the pass enters."""
         device = policy.model.device
         with side_stream(device) as side:
-            with torch.cuda.stream(side), tiers.in_pass(policy.streamer, entered=order):
+            with torch.cuda.stream(side), streaming.in_pass(policy.streamer, entered=order):
                 expected = body.first()
             torch.cuda.current_stream(device).wait_stream(side)
             outputs = None if body.outputs is None else body.outputs(expected)
@@ -224,7 +224,7 @@ class GraphCache(OrderedDict[Key, Captured]):
                 torch.cuda.empty_cache()  # the pass's memory on the side stream has no other user
 
             def in_order() -> Tensors:
-                with tiers.in_pass(policy.streamer, order, entered=order):
+                with streaming.in_pass(policy.streamer, order, entered=order):
                     return _written(body, outputs)
 
             graph, made = self.record(side, in_order)

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from trimtab.engine.cuda import nvrtc
 from trimtab.errors import DeviceError, gib
-from trimtab.machine import gpus
-from trimtab.machine import machine_cache as known
+from trimtab.machine import gpus, machine_cache
 from trimtab.machine.machine_cache import resolve
 from trimtab.machine.memory import cpu_name, process_bytes, spill_folder
 from trimtab.planning import Machine, Plan, Rates
@@ -59,7 +58,7 @@ def read_machine(device: str = "auto", *, budget_bytes: int | None = None) -> Ma
     """
     resolved = resolve_device(device)
     if resolved == "cpu":
-        return known.cpu_machine(process_bytes())
+        return machine_cache.cpu_machine(process_bytes())
     torch.empty(1, device=resolved)  # the context exists from here on and is no longer counted as free
     bound_stacks(resolved)
     free, total = torch.cuda.mem_get_info(resolved)
@@ -69,7 +68,7 @@ def read_machine(device: str = "auto", *, budget_bytes: int | None = None) -> Ma
     available = free + own - torch.cuda.memory_allocated(resolved)
     bound_workspaces(min(available, budget_bytes or available))
     multiprocessors = int(properties.multi_processor_count)
-    return known.gpu_machine(
+    return machine_cache.gpu_machine(
         resolved, total_bytes=total, free_bytes=max(available - context_bytes(multiprocessors), 0), process=process_bytes(),
         capability=(properties.major, properties.minor), multiprocessors=multiprocessors,
         reads_host=nvrtc.reads_registered_memory(torch.device(resolved)),
@@ -159,12 +158,12 @@ def measure_rates(device: str, *, cache: bool = True) -> Rates:
     bound.
     """
     key = (device_name(device), str(torch.__version__), torch.get_num_threads())
-    if cache and (kept := known.read_rates(*key)) is not None:
+    if cache and (kept := machine_cache.read_rates(*key)) is not None:
         return kept
     before = _gpu_is_busy(torch.device(device))
     rates = _measure(torch.device(device))
     if cache:
-        known.write_rates(*key, rates, is_busy=before or _cpu_is_busy())
+        machine_cache.write_rates(*key, rates, is_busy=before or _cpu_is_busy())
     return rates
 
 

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.kv import sequence
+from trimtab.engine.kv import kv_cache, sequence
 from trimtab.engine.kv.kv_cache import BatchedKVCache, FixedLayer, LayerCache, PagedLayer
 from trimtab.engine.kv.recurrent import MODEL_TYPES, RecurrentLayer
 from trimtab.engine.lora.store import covered
-from trimtab.engine.passes import attention as hf_attention
+from trimtab.engine.passes.attention import most_tokens
 
 if TYPE_CHECKING:
     from trimtab.engine.formats.hf_types import HFModel
@@ -117,14 +116,14 @@ def _chunk(start: int, end: int, sizes: Sequence[int], *, is_last: bool) -> Chun
 
 def why_not(hf_model: HFModel) -> str | None:
     """Return why this family's prompts cannot be computed in such chunks, None if they can; `why_not_now` knows the rest."""
-    if (state := hf_slots.why_not(hf_model)) is not None:
+    if (state := kv_cache.why_not(hf_model)) is not None:
         return state
     config = hf_model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - ({"linear_attention"} if config.model_type in MODEL_TYPES else set())
     if not kinds <= set(_KINDS):
         return f"its layers are of kinds {sorted(kinds - set(_KINDS))}"
     layers = getattr(hf_model.get_decoder(), "layers", None)
-    cached = len(hf_slots.prompt_cache(hf_model).layers)
+    cached = len(kv_cache.prompt_cache(hf_model).layers)
     # transformers 5.6.2 caches no layer that uses another one's keys and values.
     if layers is None or not (len(layers) == cached or (cached and all(map(_is_shared, layers[cached:])))):
         return f"the layers of {type(hf_model).__name__} were not recognized"
@@ -138,7 +137,7 @@ def why_not_now(hf_model: HFModel, context_tokens: int = 0) -> str | None:
     attention = getattr(hf_model.config.get_text_config(), "_attn_implementation", None)
     if attention not in ("sdpa", "eager"):
         return f"its attention is {attention}, not sdpa or eager"
-    most = hf_attention.most_tokens(hf_model)
+    most = most_tokens(hf_model)
     if most is None or context_tokens <= most:
         return None
     return f"its rotation changes behind {most} tokens, and its context has {context_tokens}"
@@ -325,7 +324,7 @@ class ChunkForward:
         self.decoder = hf_model.get_decoder()
         self.layers = list(self.decoder.layers)
         if not cache.layers:
-            cache.lay_out(hf_slots.prompt_cache(hf_model))
+            cache.lay_out(kv_cache.prompt_cache(hf_model))
         self._cache = Cache(layers=[self._in_chunks(one) for one in cache.layers])
         # Eager attention is causal by its mask alone.
         self.adds_masks = getattr(self.config, "_attn_implementation", None) == "eager"

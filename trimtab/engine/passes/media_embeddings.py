@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 from torch import Tensor
 
-from trimtab.engine.kv import kv_cache as hf_slots
+from trimtab.engine.kv import kv_cache
 from trimtab.engine.lora.store import Place, covered
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def media_of(hf_model: HFModel, tensors: Mapping[str, Tensor], functions: Mappin
     try:
         with covered({**(functions or {}), decoder: stop}):
             hf_model(
-                **tensors, past_key_values=hf_slots.prompt_cache(hf_model), use_cache=True, logits_to_keep=1,
+                **tensors, past_key_values=kv_cache.prompt_cache(hf_model), use_cache=True, logits_to_keep=1,
                 return_dict=True,
             )  # fmt: skip
     except _StoppedError as exc:

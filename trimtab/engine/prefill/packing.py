@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimtab.engine.batched_lora import table
 from trimtab.engine.batched_lora.table import LEAST_SLOTS, AdapterSlots, StandIn
-from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels import gemm4
 from trimtab.engine.kv.prefix_store import Match
 from trimtab.engine.kv.sequence import PrefillState
 from trimtab.engine.lora import layers as lora
@@ -298,7 +298,7 @@ class PackedPrefill:
         return self._slots
 
 
-assert MOST_PROMPTS <= LEAST_SLOTS and MOST_PROMPTS <= many_rows.PAYING_ROWS
+assert MOST_PROMPTS <= LEAST_SLOTS and MOST_PROMPTS <= gemm4.PAYING_ROWS
 
 
 # Of layouts, in the layers of any model of this process.

@@ -15,19 +15,16 @@ from trimtab.engine.batched_lora import columns as adapter_columns
 from trimtab.engine.decode.step_choice import Fallback
 from trimtab.engine.families.chunk import ChunkLayers, LastLayers
 from trimtab.engine.formats.packed import MatmulTable
-from trimtab.engine.kernels import dequantize as prompt_kernels
-from trimtab.engine.kernels import gemm4 as many_rows
+from trimtab.engine.kernels import dequantize, gemm4
 from trimtab.engine.kernels.dequantize import LEAST_TOKENS
-from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.kv import sequence
+from trimtab.engine.kv import kv_cache, sequence
 from trimtab.engine.kv.sequence import PrefillState
 from trimtab.engine.layers import leaves
 from trimtab.engine.layers.leaves import Leaf
-from trimtab.engine.lora import fewer_ops as short_ops
+from trimtab.engine.lora import fewer_ops
 from trimtab.engine.memory.graph_cache import Body, FormUses, GraphCache, Inputs, Key, Policy, extra_bytes
 from trimtab.engine.memory.rates import outside_torch
-from trimtab.engine.passes import chunk_forward as hf_prefill
-from trimtab.engine.passes.chunk_forward import Chunk, Form, Piece
+from trimtab.engine.passes.chunk_forward import CHUNKS, SMALLEST_PLACES, Chunk, ChunkForward, Form, Piece, why_not_now
 from trimtab.engine.prefill.packing import Layouts, PackedPrefill, values_of
 from trimtab.engine.prefill.rows import (
     PromptJob,
@@ -57,7 +54,7 @@ CUT_GRAPHS = 9
 class PrefillRunner:
     """The captured prompts of one batch. mode: "auto", on a GPU where the plan leaves room; "static": the same passes, never
     captured, on any device; "eager": none. sizes: of chunks, None for those that fit. counted_bytes: those that the plan counts for
-    them already. There is a graph for each form of a chunk (`hf_prefill.Form`) and each layout of adapters: the first use runs
+    them already. There is a graph for each form of a chunk (`Form`) and each layout of adapters: the first use runs
     uncaptured, the second is captured, later if that evicts another graph. All graphs share one set of inputs, and their memory
     with passes that are not captured."""
 
@@ -69,11 +66,11 @@ class PrefillRunner:
         self.sizes: tuple[int, ...] = ()
         self.is_steady = True  # whether the last chunk took as long as the next one of its form will
         self.jobs: WeakKeyDictionary[PrefillState, PromptJob] = WeakKeyDictionary()  # of the prompt that has the row, if any
-        self._forward: hf_prefill.ChunkForward | None = None
+        self._forward: ChunkForward | None = None
         self.firsts: ChunkLayers | None = None
         self.lasts: LastLayers | None = None
-        self._short: short_ops.ShortOps | None = None
-        self._kernels: prompt_kernels.PromptKernels | None = None
+        self._short: fewer_ops.ShortOps | None = None
+        self._kernels: dequantize.PromptKernels | None = None
         self._tower_ops: TowerOps | None = None
         self._columns: adapter_columns.Columns[adapter_columns.DequantizedWeights] | None = None
         self.four_bit: list[Leaf] = []
@@ -84,7 +81,7 @@ class PrefillRunner:
         # Towers are captured while others are answered: batch-invariant ones always run as they are.
         self.towers = Towers(self.model, "eager" if batch.is_invariant else mode, self.fall_back)
         self._outputs: dict[tuple[bool, int], list[Tensor]] = {}
-        self.is_recurrent = hf_slots.keeps_states(self.model.hf_model)
+        self.is_recurrent = kv_cache.keeps_states(self.model.hf_model)
         self.tower_passes = TowerPasses(self)
         self.staged_tables = leaves.asking_host(self.model.hf_model)
         self.placeholders = sequence.placeholder_ids(self.model.hf_model)
@@ -110,7 +107,7 @@ class PrefillRunner:
     def _why_not(self, sizes: Sequence[int] | None) -> str | None:
         if (why := self.model.anatomy.prompts_unsupported) is not None:
             return why
-        if (why := hf_prefill.why_not_now(self.model.hf_model, self.batch.cache.context_tokens)) is not None:
+        if (why := why_not_now(self.model.hf_model, self.batch.cache.context_tokens)) is not None:
             return why
         if self.is_recurrent and not self.batch.steps.may_fuse:
             return "states of recurrent layers need the kernels of a step"
@@ -129,7 +126,7 @@ class PrefillRunner:
     def _fitting(self, sizes: Sequence[int] | None) -> tuple[tuple[int, ...], int, int]:
         """Return the sizes of chunks that the plan leaves room for, the bytes of the least that is worth it, and those left."""
         most = min(self.model.prefill_tokens, self.batch.context_tokens or self.model.prefill_tokens)
-        chosen = tuple(sizes or [size for size in hf_prefill.CHUNKS if size <= most])
+        chosen = tuple(sizes or [size for size in CHUNKS if size <= most])
         if not self.captures:
             return chosen, 0, 0
         planned = self.model.plan.execution.prompt
@@ -194,12 +191,12 @@ class PrefillRunner:
         self.batch.prefixes.into_row(job.kept, self.batch.cache.prompt_row)
         return True
 
-    def chunk_forward(self) -> hf_prefill.ChunkForward:
+    def chunk_forward(self) -> ChunkForward:
         """Return the forward of chunks, made at first use."""
         if self._forward is None:
             # Every number of places is a graph: with few graphs all later chunks read the whole context.
-            least = hf_prefill.SMALLEST_PLACES if self.may_be_cut else self.batch.cache.context_tokens
-            self._forward = hf_prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype, least)
+            least = SMALLEST_PLACES if self.may_be_cut else self.batch.cache.context_tokens
+            self._forward = ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype, least)
         return self._forward
 
     def forget(self, key: Hashable) -> None:
@@ -362,7 +359,7 @@ class PrefillRunner:
         least = 2 if form.rows > 1 else LEAST_TOKENS  # of several prompts a few tokens pass the last layers
         table = MatmulTable(
             None if unpacked is None else unpacked.matmul(),
-            many_rows.matmul(self.four_bit, self.batch.steps.kernels.rows, least=least, most=many_rows.PAYING_ROWS),
+            gemm4.matmul(self.four_bit, self.batch.steps.kernels.rows, least=least, most=gemm4.PAYING_ROWS),
             kernels.matmul(self.four_bit, None if columns is None else columns.operands),
             *self.batch.steps.kernels.head_matmuls(self.model.hf_model),
         )  # fmt: skip
@@ -373,19 +370,19 @@ class PrefillRunner:
             if columns is not None:
                 columns.forget()
 
-    def kernels(self) -> prompt_kernels.PromptKernels:
+    def kernels(self) -> dequantize.PromptKernels:
         """Return the kernels of ours that passes use here, chosen when they are first needed; none on a CPU."""
         if self.device.type == "cuda" and self._short is None:
-            self._kernels, self._short = prompt_kernels.chosen_with_short_ops(self.model, self.fall_back)
+            self._kernels, self._short = dequantize.chosen_with_short_ops(self.model, self.fall_back)
             self._columns = adapter_columns.choose(self.model, self._kernels, self.fall_back)
-            self.four_bit = prompt_kernels.four_bit(self.model.hf_model)
+            self.four_bit = dequantize.four_bit(self.model.hf_model)
             self._tower_ops = TowerOps(self.model, self._kernels, self._short)
-        return self._kernels or prompt_kernels.PromptKernels()
+        return self._kernels or dequantize.PromptKernels()
 
     def head_ops(self) -> AbstractContextManager[None]:
         """Let the kernels of steps multiply with a packed head while the block runs; on a CPU it runs as it is."""
         self.kernels()
-        if self._short is None or not prompt_kernels.packed_heads(self.model.hf_model):
+        if self._short is None or not dequantize.packed_heads(self.model.hf_model):
             return nullcontext()
         return self._short.step(matmuls=MatmulTable(*self.batch.steps.kernels.head_matmuls(self.model.hf_model)))
 

@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from trimtab.engine.decode import batch_invariant as company
-from trimtab.engine.kv import int8 as hf_kv_int8
-from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.kv import sequence
+from trimtab.engine.decode import batch_invariant
+from trimtab.engine.kv import int8, kv_cache, sequence
 from trimtab.engine.kv.kv_cache import BatchedKVCache, LayerCache
 from trimtab.engine.kv.prefix_layout import CopyBuffer, Layout, RowViews, copy, holds_window
 from trimtab.engine.kv.prefix_store import Match, PrefixKey, PrefixStore, scope_of
 from trimtab.engine.kv.recurrent import RecurrentLayer, set_states
 from trimtab.engine.kv.sequence import Inputs, PrefillState, Reuse, TokenSequence
 from trimtab.engine.lora.store import Place
-from trimtab.engine.passes import attention as hf_attention
+from trimtab.engine.passes import attention
 from trimtab.engine.prefill import encoder_cache
 from trimtab.engine.prefill.rows import Rows
 from trimtab.engine.tiers.reader import HostMemory
@@ -65,10 +63,10 @@ class PrefixCache:
         self.why_not = model.anatomy.capture_unsupported
         self.context_tokens: int = model.context_tokens
         # Keys of a text that is longer than its rotation's limit turn otherwise than those of a shorter one.
-        self.most_tokens = hf_attention.most_tokens(model.hf_model) or self.context_tokens
+        self.most_tokens = attention.most_tokens(model.hf_model) or self.context_tokens
         # The windows of sliding layers, and whether layers are recurrent. Without either a prompt resumes behind every block.
-        self.windows = () if self.why_not else hf_slots.windows(model.hf_model, self.context_tokens)
-        self.is_recurrent = self.why_not is None and hf_slots.keeps_states(model.hf_model)
+        self.windows = () if self.why_not else kv_cache.windows(model.hf_model, self.context_tokens)
+        self.is_recurrent = self.why_not is None and kv_cache.keeps_states(model.hf_model)
         self.layout: Layout | None = None
         self.store: PrefixStore | None = None
         # Keys cannot be guessed from tokens: the secret belongs to this process alone.
@@ -287,7 +285,7 @@ class Prefixes:
         row.begin_reuse(None, 0)
         if cache is None or row.client is None or (inputs.has_media and not inputs.marks) or self._is_gone(row.adapter):
             return Match()
-        piece = company.piece_tokens(self.batch.prompts.sizes, self.model.prefill_tokens) if self.batch.is_invariant else 0
+        piece = batch_invariant.piece_tokens(self.batch.prompts.sizes, self.model.prefill_tokens) if self.batch.is_invariant else 0
         if inputs.prompt_tokens > cache.most_tokens or (piece and inputs.has_media):
             return Match()
         serial = None if row.adapter is None else self.model.adapter_store.serial_of(row.adapter)
@@ -388,7 +386,7 @@ class Prefixes:
     def into_cache(self, match: Match) -> Cache:
         """Return transformers' cache with the first match.tokens tokens of a prompt."""
         cache = self.cache
-        prompt_states = hf_slots.prompt_cache(self.model.hf_model, self.batch.cache.kv)
+        prompt_states = kv_cache.prompt_cache(self.model.hf_model, self.batch.cache.kv)
         assert cache is not None and cache.layout is not None
         states = {
             (field.layer, field.name): torch.zeros(
@@ -407,7 +405,7 @@ class Prefixes:
             if layer.is_sliding:
                 order = _order(match.tokens, layer.sliding_window, keys.shape[2], keys.device)
                 keys, values = keys.index_select(2, order), values.index_select(2, order)
-            hf_kv_int8.extend(layer, keys, values)
+            int8.extend(layer, keys, values)
             if layer.is_sliding:
                 layer.cumulative_length = match.tokens
         return prompt_states

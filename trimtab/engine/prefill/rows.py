@@ -24,7 +24,7 @@ from trimtab.engine.layers.context import EngineContext
 from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.lora.store import Fitting, HeldAdapter, Place
 from trimtab.engine.memory.shared_pool import PrefillMemoryPool
-from trimtab.engine.passes import chunk_forward as hf_prefill
+from trimtab.engine.passes import chunk_forward
 from trimtab.engine.passes.chunk_forward import Chunk, ChunkForward, FirstLayers
 from trimtab.engine.passes.media_embeddings import Media
 from trimtab.engine.towers.graphs import Towers
@@ -389,13 +389,13 @@ def ends_in_step(prompt: PrefillState, batch: Rows, may_end_at: Callable[[int], 
 def chunks_of(
     prompt: PrefillState, sizes: Sequence[int], start: int, prefixes: PrefixUse, may_end_at: Callable[[int], bool] = lambda _: True
 ) -> list[Chunk] | None:
-    """Return the chunks of a prompt from a token on, as `hf_prefill.chunks_of`; without its last token if a step computes that
+    """Return the chunks of a prompt from a token on, as `chunk_forward.chunks_of`; without its last token if a step computes that
     one."""
     count = prompt.inputs.prompt_tokens - prompt.ends_in_step
     if start == count:
         return []
     border = prefixes.border(prompt)
-    chunks = hf_prefill.chunks_of(count, sizes, may_end_at=may_end_at, start=start, border=border)
+    chunks = chunk_forward.chunks_of(count, sizes, may_end_at=may_end_at, start=start, border=border)
     if chunks is None or not prompt.ends_in_step:
         return chunks
     return [replace(chunk, is_last=False) for chunk in chunks]

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.engine.chat.prompt import check_fits
-from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.kv import sequence
+from trimtab.engine.kv import kv_cache, sequence
 from trimtab.engine.kv.sequence import Inputs, PrefillState, text_of
 from trimtab.engine.lora.store import covered
 from trimtab.engine.prefill.rows import PrefillContext, Rows, ends_in_step
@@ -54,7 +53,7 @@ class TextPass:
         # Bamba counts positions from 0 in each chunk if it is given none; others get what they would count themselves.
         has_rows = model.anatomy.capture_unsupported is None
         self._gives_positions = not has_rows and "position_ids" in inspect.signature(module.forward).parameters
-        self._cache = hf_slots.prompt_cache(model.hf_model, model.plan.request.kv)
+        self._cache = kv_cache.prompt_cache(model.hf_model, model.plan.request.kv)
         self._done = 0
 
     @property
@@ -81,11 +80,11 @@ class TextPass:
 
 
 def _tensors(model: PrefillContext, inputs: Inputs, start: int, end: int, offset: int = 0) -> dict[str, Tensor]:
-    """Return the model's inputs for a piece of text. offset: as for `hf_slots.prompt_positions`."""
+    """Return the model's inputs for a piece of text. offset: as for `kv_cache.prompt_positions`."""
     return {
         "input_ids": inputs.tensors["input_ids"][:, start:end].to(model.device),
         "attention_mask": torch.ones(1, end, dtype=torch.long, device=model.device),
-        **hf_slots.prompt_positions(model.hf_model, start, end, model.device, offset),
+        **kv_cache.prompt_positions(model.hf_model, start, end, model.device, offset),
     }
 
 
@@ -109,7 +108,7 @@ def step(batch: Rows, prompt: PrefillState, most_tokens: int | None = None) -> b
     towers = batch.prompts.tower_passes
     is_embedded = prompt.inputs.has_media and towers.has_embeddings(prompt)
     is_whole = prompt.inputs.has_media and not start and not is_embedded
-    cache = prompt.cache if prompt.cache is not None else hf_slots.prompt_cache(model.hf_model, batch.cache.kv)
+    cache = prompt.cache if prompt.cache is not None else kv_cache.prompt_cache(model.hf_model, batch.cache.kv)
     chunk = model.prefill_tokens or count
     end = count if is_whole else min(last, start + min(chunk, most_tokens or chunk), batch.prefixes.border(prompt))
     prompt.begin_chunk(end - start, cache=cache)

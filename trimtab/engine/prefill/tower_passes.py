@@ -12,8 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from trimtab.engine.kv import kv_cache as hf_slots
-from trimtab.engine.kv import sequence
+from trimtab.engine.kv import kv_cache, sequence
 from trimtab.engine.kv.sequence import PrefillState
 from trimtab.engine.lora.store import Place, covered
 from trimtab.engine.memory.out_of_memory import is_out_of_memory
@@ -177,7 +176,7 @@ class TowerPasses:
         else:
             prefixes.count_media(counts)
             return output
-        cache = hf_slots.prompt_cache(self.prompts.model.hf_model, self.prompts.batch.cache.kv)
+        cache = kv_cache.prompt_cache(self.prompts.model.hf_model, self.prompts.batch.cache.kv)
         prompt.begin_chunk(prompt.chunk_tokens, cache=cache)
         return self.with_towers(prompt, compute, is_counted=is_counted)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from trimtab.engine.kv import sequence
 from trimtab.engine.lora.store import HeldAdapter
-from trimtab.engine.memory import reserve as transient_room
+from trimtab.engine.memory import reserve
 from trimtab.engine.prefill.rows import Rows
 from trimtab.errors import RequestError
 
@@ -33,7 +33,7 @@ class CaptureAhead:
         if not steps.is_captured:
             return
         sizes, chunks = steps.sizes(), sorted(prompts.sizes, reverse=True)
-        first = first and steps.mode == "auto" and not transient_room.is_wanted(self.model.plan, self.model.device)
+        first = first and steps.mode == "auto" and not reserve.is_wanted(self.model.plan, self.model.device)
         now = [size for size in sizes if not first or size in (sizes[0], 1)]
         token = self._token()
         self._capture_steps(token, expected, now)
@@ -41,7 +41,7 @@ class CaptureAhead:
         if first:
             self.left = [("prompts", [size]) for size in chunks[1:]] + ([("prompts", [])] if chunks else [])
             self.left += [("steps", [size]) for size in sizes if size not in now]
-        transient_room.take(self.model.plan, self.model.device)
+        reserve.take(self.model.plan, self.model.device)
 
     def prepare_more(self, expected: Iterable[HeldAdapter] = ()) -> None:
         """Capture the next of the remaining graphs. Errors: as `prepare`; then nothing more is captured before its first use."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.formats.record import stored_format
-from trimtab.planning.plan import chart as picture
+from trimtab.planning.plan import chart
 from trimtab.planning.plan.contents import PLAN_VERSION, PlanContents
 from trimtab.planning.plan.table import document_of
 from trimtab.planning.values.cards import Card
@@ -60,11 +60,11 @@ class Plan(PlanContents):
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Draw the plan as .svg. Errors: RequestError for another ending, or a path that cannot be written."""
         charts.check_path(path, field="path")
-        picture.draw(self, path)
+        chart.draw(self, path)
 
     def _repr_html_(self) -> str:
         """Return the chart and the table, for notebooks."""
-        return f"<div>{charts.svg(*picture.layout(self))}<pre>{charts.escape(str(self))}</pre></div>"
+        return f"<div>{charts.svg(*chart.layout(self))}<pre>{charts.escape(str(self))}</pre></div>"
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-ready values."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trimtab.errors import RequestError, TrimtabError
-from trimtab.serve.api import schemas as wire
+from trimtab.serve.api import schemas
 from trimtab.serve.api.messages_api import as_anthropics
 from trimtab.serve.api.routes import ANTHROPICS, REQUESTS
 from trimtab.serve.contract.errors import http_error
@@ -252,7 +252,7 @@ class Reader:
         request.state.ignored, request.state.cut = ignored, {}
         try:
             await _receive(request, buffer)
-            read = partial(wire.read, kind, ignored=ignored, most=self._most)
+            read = partial(schemas.read, kind, ignored=ignored, most=self._most)
             if buffer.size <= MEMORY_BYTES:
                 return await self.run(buffer.size, lambda: read(buffer.whole())), buffer.size
             body, request.state.cut = await self.run(buffer.size, lambda: cut_media(buffer.whole()))
@@ -475,6 +475,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
+@lru_cache(64)  # requests of one client have the same
 def _names_this_machine(host: bytes) -> bool:
     """Whether a Host header names a loopback address; browsers always send one, so none at all is no browser."""
     text = host.decode("latin-1").strip().lower()

@@ -10,8 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from starlette.responses import JSONResponse, Response
 
 from trimtab.errors import RequestError
-from trimtab.serve.api import answer_types as types
-from trimtab.serve.api import schemas as wire
+from trimtab.serve.api import answer_types, schemas
 from trimtab.serve.api.answers import NamedEvents, Part
 from trimtab.serve.api.schemas import (
     FIRST_ERROR,
@@ -65,7 +64,7 @@ class UrlSource(Strict):
 
 Source = Annotated[
     Annotated[Base64Source, Tag("<base64>")] | Annotated[UrlSource, Tag("<url>")],
-    Discriminator(wire.kind_of, custom_error_type="source", custom_error_message="its type must be base64 or url"),
+    Discriminator(schemas.kind_of, custom_error_type="source", custom_error_message="its type must be base64 or url"),
 ]
 
 
@@ -101,7 +100,7 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")],
-    Discriminator(wire.kind_of, custom_error_type="block", custom_error_message=f"its type must be one of {', '.join(BLOCKS)}"),
+    Discriminator(schemas.kind_of, custom_error_type="block", custom_error_message=f"its type must be one of {', '.join(BLOCKS)}"),
 ]
 
 
@@ -206,7 +205,7 @@ def chat_of(body: MessagesRequest | CountRequest, *, longest: int = 2**31 - 1) -
             "top_p": body.top_p,
         }  # fmt: skip
         fields |= {"top_k": body.top_k, "stop": body.stop_sequences or None}
-    return wire.chat_of(fields, names), names
+    return schemas.chat_of(fields, names), names
 
 
 def _tool(tool: ToolDefinition) -> dict[str, Any]:
@@ -330,29 +329,29 @@ class MessagesShape(NamedEvents):
 
     def __init__(self, body: Any) -> None:
         super().__init__(body)
-        self._blocks: list[types.AnthropicBlock] = []
-        self._stop: types.Stop = {"stop_reason": "end_turn", "stop_sequence": None}
+        self._blocks: list[answer_types.AnthropicBlock] = []
+        self._stop: answer_types.Stop = {"stop_reason": "end_turn", "stop_sequence": None}
 
-    def opening(self, choices: int) -> list[types.MessageStart]:
+    def opening(self, choices: int) -> list[answer_types.MessageStart]:
         return [{"type": "message_start", "message": self._started()}]
 
-    def begun(self, part: Part) -> list[types.BlockStart]:
+    def begun(self, part: Part) -> list[answer_types.BlockStart]:
         return [{"type": "content_block_start", "index": len(self._blocks), "content_block": _block(part)}]
 
-    def grown(self, part: Part, text: str) -> types.BlockDelta:
-        delta: types.TextDelta | types.ThinkingDelta | types.InputDelta = {"type": "text_delta", "text": text}
+    def grown(self, part: Part, text: str) -> answer_types.BlockDelta:
+        delta: answer_types.TextDelta | answer_types.ThinkingDelta | answer_types.InputDelta = {"type": "text_delta", "text": text}
         if part.kind == "reasoning":
             delta = {"type": "thinking_delta", "thinking": text}
         elif part.kind == "call":
             delta = {"type": "input_json_delta", "partial_json": text}
         return {"type": "content_block_delta", "index": len(self._blocks), "delta": delta}
 
-    def ended(self, part: Part) -> list[types.BlockStop]:
+    def ended(self, part: Part) -> list[answer_types.BlockStop]:
         self._blocks.append(_block(part))
         return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
-    def finished(self, event: Event) -> list[types.MessageDelta | types.MessageStop]:
-        reasons: dict[str, types.StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
+    def finished(self, event: Event) -> list[answer_types.MessageDelta | answer_types.MessageStop]:
+        reasons: dict[str, answer_types.StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
         stop_text = event.usage.get("stop_text")
         reason = reasons.get(self.finishes[0], "end_turn" if stop_text is None else "stop_sequence")
         self._stop = {"stop_reason": reason, "stop_sequence": stop_text}
@@ -361,23 +360,23 @@ class MessagesShape(NamedEvents):
     def error(self, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
         return error_object(status, body)
 
-    def _usage(self) -> types.AnthropicUsage:
+    def _usage(self) -> answer_types.AnthropicUsage:
         return {
             "input_tokens": self.prompt_tokens - self.cached_tokens, "output_tokens": self.completion_tokens,
             "cache_read_input_tokens": self.cached_tokens, "cache_creation_input_tokens": 0,
         }  # fmt: skip
 
-    def _started(self) -> types.StartedMessage:
+    def _started(self) -> answer_types.StartedMessage:
         return {
             "id": self.head["id"], "type": "message", "role": "assistant", "model": self.body.model, "content": [],
             "stop_reason": None, "stop_sequence": None, "usage": self._usage(),
         }  # fmt: skip
 
-    def whole(self) -> types.AnthropicMessage:
+    def whole(self) -> answer_types.AnthropicMessage:
         return {**self._started(), "content": self._blocks, **self._stop, "usage": self._usage()}
 
 
-def _block(part: Part) -> types.AnthropicBlock:
+def _block(part: Part) -> answer_types.AnthropicBlock:
     if part.kind == "text":
         return {"type": "text", "text": part.text}
     if part.kind == "reasoning":
@@ -385,7 +384,7 @@ def _block(part: Part) -> types.AnthropicBlock:
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _arguments(part.text)}
 
 
-def _arguments(text: str) -> types.Object:
+def _arguments(text: str) -> answer_types.Object:
     """Return a call's arguments. Incomplete arguments are returned as text, under a special name."""
     try:
         arguments = json.loads(text or "{}")

@@ -15,8 +15,7 @@ from typing import Any
 
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.serve.api import schemas as wire
-from trimtab.serve.api import to_jobs as asking
+from trimtab.serve.api import schemas, to_jobs
 from trimtab.serve.api.answer_types import Embedding, Embeddings, EmbeddingsUsage, TokenCount, Tokens, TokensText
 from trimtab.serve.api.answers import Fragments, Shape
 from trimtab.serve.contract.job import Event, Job
@@ -65,13 +64,13 @@ class _Result(Shape):
 # Embeddings -----------------------------------------------------------------------------------------------------------
 
 
-def embedding_jobs(body: wire.EmbeddingsRequest, *, adapter: str | None, context_tokens: int, limits: Limits) -> list[Job]:
+def embedding_jobs(body: schemas.EmbeddingsRequest, *, adapter: str | None, context_tokens: int, limits: Limits) -> list[Job]:
     """Return a job for each text. Errors: RequestError."""
-    texts = asking.prompts_of(body, field="input")
+    texts = to_jobs.prompts_of(body, field="input")
     if len(texts) > limits.embeddings:
         raise RequestError(f"this server embeds at most {limits.embeddings} texts at once", field="input")
     for text in texts:
-        asking.check_length(text, context_tokens, "input")
+        to_jobs.check_length(text, context_tokens, "input")
     pooling = body.pooling or "last"
     return [Job(uuid.uuid4().hex, text, _NO_ANSWER, adapter=adapter, kind="embedding", pooling=pooling) for text in texts]
 
@@ -103,13 +102,13 @@ def _packed(vector: Sequence[float]) -> str:
 _OF_CHAT = ("tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
 
 
-def chat_to_tokenize(body: wire.TokenizeRequest) -> wire.ChatRequest:
+def chat_to_tokenize(body: schemas.TokenizeRequest) -> schemas.ChatRequest:
     """Return the chat to tokenize."""
     fields = {name: getattr(body, name) for name in ("messages", *_OF_CHAT)}
-    return wire.chat_of({"model": body.model, **fields})
+    return schemas.chat_of({"model": body.model, **fields})
 
 
-def check_tokenize(body: wire.TokenizeRequest) -> None:
+def check_tokenize(body: schemas.TokenizeRequest) -> None:
     """Raise RequestError for fields that have no effect together."""
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("set this or messages", field="prompt")
@@ -121,31 +120,31 @@ def check_tokenize(body: wire.TokenizeRequest) -> None:
         raise RequestError("has no effect with messages: the chat template decides", field="add_special_tokens")
 
 
-def text_job(body: wire.TokenizeRequest, *, context_tokens: int) -> Job:
+def text_job(body: schemas.TokenizeRequest, *, context_tokens: int) -> Job:
     """Return the job that tokenizes a text. Errors: RequestError."""
     if not body.prompt:
         raise RequestError("is empty", field="prompt")
     prompt = {"text": body.prompt}
-    asking.check_length(prompt, context_tokens, "prompt")
+    to_jobs.check_length(prompt, context_tokens, "prompt")
     adds = body.add_special_tokens is not False
     return Job(uuid.uuid4().hex, prompt, _NO_ANSWER, kind="tokens", adds_special=adds)
 
 
-def chat_job(chat: wire.ChatRequest, messages: list[dict[str, Any]], *, context_tokens: int, limits: Limits) -> Job:
+def chat_job(chat: schemas.ChatRequest, messages: list[dict[str, Any]], *, context_tokens: int, limits: Limits) -> Job:
     """Return the job that tokenizes a chat. Errors: RequestError."""
-    asking.check_length(messages, context_tokens, "messages")
-    asking.check_continued(chat)
-    calls = asking.calls_of(chat, limits)
+    to_jobs.check_length(messages, context_tokens, "messages")
+    to_jobs.check_continued(chat)
+    calls = to_jobs.calls_of(chat, limits)
     kept = {name: calls[name] for name in ("tools", "template_kwargs") if name in calls}
     is_continued = bool(chat.continue_final_message)
     return Job(uuid.uuid4().hex, messages, _NO_ANSWER, kind="tokens", continue_final_message=is_continued, **kept)
 
 
-def ids_job(body: wire.DetokenizeRequest, *, context_tokens: int) -> Job:
+def ids_job(body: schemas.DetokenizeRequest, *, context_tokens: int) -> Job:
     """Return the job that decodes tokens to text. Errors: RequestError."""
     if not body.tokens:
         raise RequestError("is empty", field="tokens")
-    asking.check_length(body.tokens, context_tokens, "tokens")
+    to_jobs.check_length(body.tokens, context_tokens, "tokens")
     return Job(uuid.uuid4().hex, list(body.tokens), _NO_ANSWER, kind="text")
 
 

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from trimtab.errors import RequestError
-from trimtab.serve.api import answer_types as types
-from trimtab.serve.api import schemas as wire
+from trimtab.serve.api import answer_types, schemas
 from trimtab.serve.api.answers import NamedEvents, Part
 from trimtab.serve.api.schemas import (
     FIRST_ERROR,
@@ -62,7 +61,7 @@ InputPart = Annotated[
     | Annotated[InputImage, Tag("<input_image>")]
     | Annotated[AudioPart, Tag("<input_audio>")]
     | Annotated[OutputText, Tag("<output_text>")],
-    Discriminator(wire.kind_of, custom_error_type="part", custom_error_message=f"its type must be one of {', '.join(PARTS)}"),
+    Discriminator(schemas.kind_of, custom_error_type="part", custom_error_message=f"its type must be one of {', '.join(PARTS)}"),
 ]
 Parts = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[list[InputPart], FIRST_ERROR, Tag("<list>")],
@@ -224,7 +223,7 @@ def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, Names]:
         fields["reasoning_effort"] = body.reasoning.effort
     if body.text is not None and body.text.format is not None:
         fields["response_format"] = _format(body.text.format)
-    return wire.chat_of(fields, names), names
+    return schemas.chat_of(fields, names), names
 
 
 def _format(text_format: TextFormat) -> dict[str, Any]:
@@ -351,22 +350,22 @@ class ResponsesShape(NamedEvents):
         self._given = given.model_dump(
             by_alias=True, exclude_none=True, include={"instructions", "max_output_tokens", "tools", "tool_choice", "text"}
         )
-        self._output: list[types.ResponseItem] = []
+        self._output: list[answer_types.ResponseItem] = []
         self._item_id = ""
         self._count = -1
 
     # Events -----------------------------------------------------------------------------------------------------------
 
-    def opening(self, choices: int) -> list[types.ResponseStart]:
+    def opening(self, choices: int) -> list[answer_types.ResponseStart]:
         response = self._started()
         return [
             {"type": "response.created", **self._number(), "response": response},
             {"type": "response.in_progress", **self._number(), "response": response},
         ]
 
-    def begun(self, part: Part) -> list[types.ItemEvent | types.PartEvent]:
+    def begun(self, part: Part) -> list[answer_types.ItemEvent | answer_types.PartEvent]:
         self._item_id = f"{_PREFIXES[part.kind]}{uuid.uuid4().hex}"
-        added: types.ItemEvent = {
+        added: answer_types.ItemEvent = {
             "type": "response.output_item.added", **self._number(), "output_index": len(self._output),
             "item": self._item(part, "in_progress"),
         }  # fmt: skip
@@ -374,15 +373,15 @@ class ResponsesShape(NamedEvents):
             return [added]
         return [added, {"type": "response.content_part.added", **self._of_part(), "part": _output_text(part)}]
 
-    def grown(self, part: Part, text: str) -> types.ResponseEvent:
+    def grown(self, part: Part, text: str) -> answer_types.ResponseEvent:
         if part.kind == "text":
             return {"type": "response.output_text.delta", **self._of_part(), "delta": text, "logprobs": []}
         if part.kind == "reasoning":
             return {"type": "response.reasoning_text.delta", **self._of_part(), "delta": text}
         return {"type": "response.function_call_arguments.delta", **self._of_item(), "delta": text}
 
-    def ended(self, part: Part) -> list[types.ResponseEvent]:
-        events: list[types.ResponseEvent] = []
+    def ended(self, part: Part) -> list[answer_types.ResponseEvent]:
+        events: list[answer_types.ResponseEvent] = []
         if part.kind == "text":
             events = [
                 {"type": "response.output_text.done", **self._of_part(), "text": part.text, "logprobs": []},
@@ -391,44 +390,44 @@ class ResponsesShape(NamedEvents):
         elif part.kind == "reasoning":
             events = [{"type": "response.reasoning_text.done", **self._of_part(), "text": part.text}]
         else:
-            fields: types.CalledFunction = {"name": part.name, "arguments": part.text}
+            fields: answer_types.CalledFunction = {"name": part.name, "arguments": part.text}
             events = [{"type": "response.function_call_arguments.done", **self._of_item(), **fields}]
         item = self._item(part, self._status())
         added = len(self._output)
         self._output.append(item)
         return [*events, {"type": "response.output_item.done", **self._number(), "output_index": added, "item": item}]
 
-    def finished(self, event: Event) -> list[types.ResponseEnd]:
+    def finished(self, event: Event) -> list[answer_types.ResponseEnd]:
         kind: Literal["response.incomplete", "response.completed"] = "response.incomplete"
         if (response := self.whole())["status"] == "completed":
             kind = "response.completed"
         return [{"type": kind, **self._number(), "response": response}]
 
-    def _number(self) -> types.Numbered:
+    def _number(self) -> answer_types.Numbered:
         self._count += 1
         return {"sequence_number": self._count}
 
-    def _of_item(self) -> types.OfItem:
+    def _of_item(self) -> answer_types.OfItem:
         return {**self._number(), "item_id": self._item_id, "output_index": len(self._output)}
 
-    def _of_part(self) -> types.OfPart:
+    def _of_part(self) -> answer_types.OfPart:
         return {**self._of_item(), "content_index": 0}
 
-    def _item(self, part: Part, status: types.ItemStatus) -> types.ResponseItem:
+    def _item(self, part: Part, status: answer_types.ItemStatus) -> answer_types.ResponseItem:
         """Return a part as an item, which has no content while it is in progress."""
         is_open = status == "in_progress"
         if part.kind == "text":
             content = [] if is_open else [_output_text(part)]
             return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": content}
         if part.kind == "reasoning":
-            thoughts: list[types.ResponseThought] = [] if is_open else [{"type": "reasoning_text", "text": part.text}]
+            thoughts: list[answer_types.ResponseThought] = [] if is_open else [{"type": "reasoning_text", "text": part.text}]
             return {"id": self._item_id, "type": "reasoning", "status": status, "summary": [], "content": thoughts}
-        call: types.CalledFunction = {"name": part.name, "arguments": part.text}
+        call: answer_types.CalledFunction = {"name": part.name, "arguments": part.text}
         return {"id": self._item_id, "type": "function_call", "status": status, "call_id": part.call_id, **call}
 
     # The whole answer -------------------------------------------------------------------------------------------------
 
-    def _started(self) -> types.StartedResponse:
+    def _started(self) -> answer_types.StartedResponse:
         fields = self._given
         return {
             "id": self.head["id"], "object": "response", "created_at": self.head["created"], "status": "in_progress",
@@ -443,7 +442,7 @@ class ResponsesShape(NamedEvents):
             "truncation": "disabled", "usage": None, "user": self.body.user, "metadata": {},
         }  # fmt: skip
 
-    def _usage(self) -> types.ResponseUsage:
+    def _usage(self) -> answer_types.ResponseUsage:
         return {
             "input_tokens": self.prompt_tokens, "input_tokens_details": {"cached_tokens": self.cached_tokens},
             "output_tokens": self.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
@@ -453,7 +452,7 @@ class ResponsesShape(NamedEvents):
     def _status(self) -> Literal["completed", "incomplete"]:
         return "incomplete" if self.finishes.get(0) == "length" else "completed"
 
-    def whole(self) -> types.Response:
+    def whole(self) -> answer_types.Response:
         status = self._status()
         return {
             **self._started(), "status": status, "output": self._output, "usage": self._usage(),
@@ -461,5 +460,5 @@ class ResponsesShape(NamedEvents):
         }  # fmt: skip
 
 
-def _output_text(part: Part) -> types.ResponseText:
+def _output_text(part: Part) -> answer_types.ResponseText:
     return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}

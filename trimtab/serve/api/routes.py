@@ -8,8 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from trimtab.serve.api import answer_types as answers
-from trimtab.serve.api import schemas as wire
+from trimtab.serve.api import answer_types, schemas
 from trimtab.serve.api.messages_api import CountRequest, MessagesRequest
 from trimtab.serve.api.responses_api import ResponsesRequest
 from trimtab.serve.contract.settings import RELOAD
@@ -31,31 +30,37 @@ class Described:
 
 
 ROUTES: Mapping[str, Described] = {
-    "/health": Described("Whether this process answers", answers.Health),
-    "/ready": Described("Whether a model could answer now", answers.Health),
+    "/health": Described("Whether this process answers", answer_types.Health),
+    "/ready": Described("Whether a model could answer now", answer_types.Health),
     "/metrics": Described("Metrics in Prometheus' text form", None),
-    "/openapi.json": Described("This description", answers.Object),
-    "/v1/models": Described("Every model and adapter that is served", answers.ModelList),
-    "/v1/models/{name}": Described("One of them", answers.Model),
-    "/api/status": Described("What the page shows", answers.Status),
+    "/openapi.json": Described("This description", answer_types.Object),
+    "/v1/models": Described("Every model and adapter that is served", answer_types.ModelList),
+    "/v1/models/{name}": Described("One of them", answer_types.Model),
+    "/api/status": Described("What the page shows", answer_types.Status),
     CHAT: Described(
-        "Answer a chat, whole or as a stream of server-sent events", answers.ChatCompletion, wire.ChatRequest,
-        answers.ChatCompletionChunk,
+        "Answer a chat, whole or as a stream of server-sent events", answer_types.ChatCompletion, schemas.ChatRequest,
+        answer_types.ChatCompletionChunk,
     ),
-    COMPLETIONS: Described("Continue a text or token ids", answers.Completion, wire.CompletionRequest, answers.Completion),
-    RESPONSES: Described("Answer in OpenAI's Responses form, stateless", answers.Response, ResponsesRequest, answers.ResponseEvent),
-    MESSAGES: Described("Answer in Anthropic's form", answers.AnthropicMessage, MessagesRequest, answers.MessageEvent),
-    COUNT_TOKENS: Described("Count the tokens of such a request", answers.TokenCount, CountRequest),
-    EMBEDDINGS: Described("One vector per text", answers.Embeddings, wire.EmbeddingsRequest),
-    TOKENIZE: Described("The tokens of a text or chat", answers.Tokens, wire.TokenizeRequest),
-    DETOKENIZE: Described("The text of tokens", answers.TokensText, wire.DetokenizeRequest),
+    COMPLETIONS: Described(
+        "Continue a text or token ids", answer_types.Completion, schemas.CompletionRequest, answer_types.Completion,
+    ),
+    RESPONSES: Described(
+        "Answer in OpenAI's Responses form, stateless", answer_types.Response, ResponsesRequest, answer_types.ResponseEvent,
+    ),
+    MESSAGES: Described("Answer in Anthropic's form", answer_types.AnthropicMessage, MessagesRequest, answer_types.MessageEvent),
+    COUNT_TOKENS: Described("Count the tokens of such a request", answer_types.TokenCount, CountRequest),
+    EMBEDDINGS: Described("One vector per text", answer_types.Embeddings, schemas.EmbeddingsRequest),
+    TOKENIZE: Described("The tokens of a text or chat", answer_types.Tokens, schemas.TokenizeRequest),
+    DETOKENIZE: Described("The text of tokens", answer_types.TokensText, schemas.DetokenizeRequest),
     "/v1/load_lora_adapter": Described(
-        "Load an adapter below the server's folder", answers.AdapterChanged, wire.LoadAdapterRequest
+        "Load an adapter below the server's folder", answer_types.AdapterChanged, schemas.LoadAdapterRequest
     ),
-    "/v1/unload_lora_adapter": Described("Unload an adapter", answers.AdapterChanged, wire.UnloadAdapterRequest),
+    "/v1/unload_lora_adapter": Described("Unload an adapter", answer_types.AdapterChanged, schemas.UnloadAdapterRequest),
 }  # fmt: skip
 # Routes that a server may have in addition.
-BESIDE: Mapping[str, Described] = {RELOAD: Described("Reload settings, keys and adapters", answers.Reloaded, wire.ReloadRequest)}
+BESIDE: Mapping[str, Described] = {
+    RELOAD: Described("Reload settings, keys and adapters", answer_types.Reloaded, schemas.ReloadRequest)
+}
 REQUESTS: Mapping[str, type[BaseModel]] = {path: route.body for path, route in ROUTES.items() if route.body is not None}
 # Routes whose bodies may have images and audio; routes with token ids in addition to other values; routes with errors
 # in Anthropic's form.

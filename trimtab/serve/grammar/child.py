@@ -72,10 +72,12 @@ class Vocabulary:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Vocabulary:
-        """Return what this machine's `to_bytes` wrote."""
+        """Return what this machine's `to_bytes` wrote. Errors: ValueError for other data."""
         special, ends, tokens = array("I", data[: 3 * INTEGER])
         numbers = array("I", data[3 * INTEGER : (3 + special + ends + tokens) * INTEGER])
         places = list(accumulate(numbers[special + ends :], initial=(3 + len(numbers)) * INTEGER))
+        if len(numbers) != special + ends + tokens or places[-1] != len(data):
+            raise ValueError("no vocabulary, or a part of one")
         words = [data[start:end] for start, end in pairwise(places)]
         return cls(words, list(numbers[:special]), list(numbers[special : special + ends]))
 

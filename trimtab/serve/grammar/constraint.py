@@ -40,13 +40,15 @@ Prove = Callable[[GrammarSource, bytes], Proof]
 
 def _read(tokenizer: Any, ends: list[int]) -> Any:
     """Return llguidance's tokenizer of transformers' one. llguidance copies it first, so that the copy neither pads nor truncates.
-    That takes as long as reading it, and one that does neither needs no copy. Errors: those of llguidance.hf.from_tokenizer."""
+    That takes as long as reading it, and one that does neither needs no copy. Errors: ValueError for a tokenizer without a fast
+    form, and those of llguidance."""
     from llguidance import LLTokenizer, hf
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or backend.padding or backend.truncation:
+    text = "" if backend is None else backend.to_str()
+    if backend is None or backend.padding or backend.truncation:  # also if another thread has just set them
         return hf.from_tokenizer(tokenizer, eos_token=ends)
-    return LLTokenizer(backend.to_str(), eos_token=ends)
+    return LLTokenizer(text, eos_token=ends)
 
 
 class Grammar:
@@ -65,13 +67,13 @@ class Grammar:
             if self.ends == [None]:
                 raise ValueError("no token ends an answer: eos_token_id and eos_token are missing")
             self._tokenizer = _read(tokenizer, self.ends)
+            # What another process needs to compile for this tokenizer.
+            self.vocabulary = Vocabulary.of(self._tokenizer).to_bytes()
         except (ValueError, TypeError, AttributeError, AssertionError) as exc:
             raise CheckpointError(
                 f"its tokenizer cannot restrict an answer to a schema ({exc})", path=str(getattr(tokenizer, "name_or_path", ""))
             ) from exc
         self._words, self._prove = tokenizer, prove
-        # What another process needs to compile for this tokenizer.
-        self.vocabulary = Vocabulary.of(self._tokenizer).to_bytes()
         self._held = HeldMemory()
 
     def constraint(self, schema: Mapping[str, Any], *, client: str = "") -> SchemaConstraint:

@@ -20,10 +20,7 @@ from starlette.routing import BaseRoute, Route
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import TrimtabError, choices_text
 from trimtab.process.redact import without_paths
-from trimtab.serve.api import messages_api, responses_api
-from trimtab.serve.api import other_routes as beside
-from trimtab.serve.api import schemas as wire
-from trimtab.serve.api import to_jobs as asking
+from trimtab.serve.api import messages_api, other_routes, responses_api, schemas, to_jobs
 from trimtab.serve.api.admission import FREE_BYTES, AccessMiddleware, BodyLimits, BodyTooLargeError, Reader, client_of, sender_of
 from trimtab.serve.api.answers import CLIENT_LEFT, ChatShape, CompletionShape, Merged, Shape, answer
 from trimtab.serve.api.routes import (
@@ -41,7 +38,7 @@ from trimtab.serve.api.routes import (
     WITH_IDS,
     WITH_MEDIA,
 )
-from trimtab.serve.contract import log as journal
+from trimtab.serve.contract import log
 from trimtab.serve.contract.errors import error_json, error_response, http_error, note_refusal, plain_error
 from trimtab.serve.contract.field_names import Names, client_error, client_field
 from trimtab.serve.contract.job import Event, Job
@@ -145,8 +142,8 @@ async def _on_left(request: Request, exc: Exception) -> Response:
 
 async def _on_bug(request: Request, exc: Exception) -> Response:
     response = _as_asked(request, *error_json({"class": "bug", "message": "", "fields": {}}))
-    if journal.request_id():  # this answer is made outside of the journal
-        response.headers[journal.HEADER] = journal.request_id()
+    if log.request_id():  # this answer is made outside of the journal
+        response.headers[log.HEADER] = log.request_id()
     return response
 
 
@@ -161,7 +158,7 @@ def make_app(
     extra: Sequence[BaseRoute] = (),
     folders: Sequence[str] = (),
     live: Live | None = None,
-    spans: journal.Spans | None = None,
+    spans: log.Spans | None = None,
 ) -> Starlette:
     """Return the application. extra: further routes (the page). folders: paths that no answer may contain, as `own_folders`
     returns them. live: calls back with new settings after a reload. spans: creates a trace of each request."""
@@ -185,10 +182,10 @@ def make_app(
         cors = Middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"],
             allow_headers=["*"],  # clients send various headers
-            expose_headers=["retry-after", journal.HEADER, IGNORED_HEADER],
+            expose_headers=["retry-after", log.HEADER, IGNORED_HEADER],
         )  # fmt: skip
         middleware.insert(0, cors)
-    middleware.insert(0, Middleware(journal.Journal, counts=metrics, paths=paths, spans=spans))
+    middleware.insert(0, Middleware(log.Journal, counts=metrics, paths=paths, spans=spans))
     app = Starlette(
         routes=routes, middleware=middleware, lifespan=lifespan,
         exception_handlers={
@@ -298,13 +295,13 @@ class _Api:
         return JSONResponse({**fields, "id": name})
 
     async def load_adapter(self, request: Request) -> Response:
-        body, _ = await self.reader.read(wire.LoadAdapterRequest, request)
+        body, _ = await self.reader.read(schemas.LoadAdapterRequest, request)
         path = self.settings.adapter_path(body.lora_path)
         await self.pool.load_adapter(body.model, body.lora_name, str(path))
         return JSONResponse({"status": "loaded", "lora_name": body.lora_name})
 
     async def unload_adapter(self, request: Request) -> Response:
-        body, _ = await self.reader.read(wire.UnloadAdapterRequest, request)
+        body, _ = await self.reader.read(schemas.UnloadAdapterRequest, request)
         await self.pool.unload_adapter(body.model, body.lora_name)
         self.metrics.forget(body.lora_name, body.model)
         return JSONResponse({"status": "unloaded", "lora_name": body.lora_name})
@@ -312,8 +309,8 @@ class _Api:
     # Answers ----------------------------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
-        body, size = await self.reader.read(wire.ChatRequest, request)
-        request.state.names = asking.names_of_chat(body)
+        body, size = await self.reader.read(schemas.ChatRequest, request)
+        request.state.names = to_jobs.names_of_chat(body)
         return await self._chat(request, body, size, ChatShape)
 
     async def responses(self, request: Request) -> Response:
@@ -331,14 +328,14 @@ class _Api:
         return await self._chat(request, chat, size, messages_api.MessagesShape, may_be_shorter=True)
 
     async def _chat(
-        self, request: Request, body: wire.ChatRequest, size: int, shape: Callable[[wire.ChatRequest], Shape], *,
+        self, request: Request, body: schemas.ChatRequest, size: int, shape: Callable[[schemas.ChatRequest], Shape], *,
         may_be_shorter: bool = False,
     ) -> Response:  # fmt: skip
-        asking.check_shape(body)
-        model, adapter = asking.voice_of(self.pool, body)
+        to_jobs.check_shape(body)
+        model, adapter = to_jobs.voice_of(self.pool, body)
         messages = await self._read_messages(request, body, size, model)
         broken: list[str] | None = [] if self.settings.lenient else None
-        asking.check_results(messages, broken)
+        to_jobs.check_results(messages, broken)
         if broken:
             names = _names_of(request)
             request.state.ignored = [*(request.state.ignored or ()), *(client_field(field, names) for field in broken)]
@@ -346,21 +343,21 @@ class _Api:
         body = body.model_copy(update={"messages": []})
         return await self._answer(request, body, model, adapter, [messages], shape(body), may_be_shorter=may_be_shorter)
 
-    async def _read_messages(self, request: Request, body: wire.ChatRequest, size: int, model: str) -> list[dict[str, Any]]:
+    async def _read_messages(self, request: Request, body: schemas.ChatRequest, size: int, model: str) -> list[dict[str, Any]]:
         limits = self.settings.limits
-        asking.check_media(body, takes=self.pool.takes(model), limits=limits)
+        to_jobs.check_media(body, takes=self.pool.takes(model), limits=limits)
         if size > limits.body_bytes and len(self.pool.takes(model)) == 1:
             raise BodyTooLargeError(limits.body_bytes, hint="This model supports text only")
-        urls = asking.urls_of(body)
+        urls = to_jobs.urls_of(body)
         fetched = await self.fetcher.get_all(urls, sender=self._sender(request)) if urls else {}
-        read = partial(asking.messages_of, body, limits=limits, fetched=fetched, cut=request.state.cut)
+        read = partial(to_jobs.messages_of, body, limits=limits, fetched=fetched, cut=request.state.cut)
         return await self.reader.run(size, read)
 
     async def completions(self, request: Request) -> Response:
-        body, _ = await self.reader.read(wire.CompletionRequest, request)
-        asking.check_shape(body)
-        model, adapter = asking.voice_of(self.pool, body)
-        return await self._answer(request, body, model, adapter, asking.prompts_of(body), CompletionShape(body))
+        body, _ = await self.reader.read(schemas.CompletionRequest, request)
+        to_jobs.check_shape(body)
+        model, adapter = to_jobs.voice_of(self.pool, body)
+        return await self._answer(request, body, model, adapter, to_jobs.prompts_of(body), CompletionShape(body))
 
     async def _answer(
         self, request: Request, body: Any, model: str, adapter: str | None, prompts: Sequence[Any], shape: Shape,
@@ -368,7 +365,7 @@ class _Api:
     ) -> Response:  # fmt: skip
         """Answer every prompt. may_be_shorter: than max_tokens, where the prompt leaves less of the context."""
         make = partial(
-            asking.jobs_of, body, prompts, adapter=adapter, context_tokens=self.pool.context_tokens(model),
+            to_jobs.jobs_of, body, prompts, adapter=adapter, context_tokens=self.pool.context_tokens(model),
             limits=self.settings.limits, most_jobs=self.pool.most_jobs(model),
         )  # fmt: skip
         # Schemas may take a moment to check.
@@ -404,42 +401,42 @@ class _Api:
     # Other routes -----------------------------------------------------------------------------------------------------
 
     async def embeddings(self, request: Request) -> Response:
-        body, _ = await self.reader.read(wire.EmbeddingsRequest, request)
-        model, adapter = asking.voice_of(self.pool, body)
+        body, _ = await self.reader.read(schemas.EmbeddingsRequest, request)
+        model, adapter = to_jobs.voice_of(self.pool, body)
         context_tokens = self.pool.context_tokens(model)
-        jobs = beside.embedding_jobs(body, adapter=adapter, context_tokens=context_tokens, limits=self.settings.limits)
+        jobs = other_routes.embedding_jobs(body, adapter=adapter, context_tokens=context_tokens, limits=self.settings.limits)
         self._name_adapter(request, body)
-        return await self._result(request, model, adapter, jobs, beside.EmbeddingsShape(body))
+        return await self._result(request, model, adapter, jobs, other_routes.EmbeddingsShape(body))
 
     async def tokenize(self, request: Request) -> Response:
-        body, size = await self.reader.read(wire.TokenizeRequest, request)
-        beside.check_tokenize(body)
+        body, size = await self.reader.read(schemas.TokenizeRequest, request)
+        other_routes.check_tokenize(body)
         model, _ = self.pool.resolve(body.model)
         context_tokens = self.pool.context_tokens(model)
         if body.messages is None:
-            job = beside.text_job(body, context_tokens=context_tokens)
+            job = other_routes.text_job(body, context_tokens=context_tokens)
         else:
-            chat = await self.reader.run(size, lambda: beside.chat_to_tokenize(body))
+            chat = await self.reader.run(size, lambda: other_routes.chat_to_tokenize(body))
             job = await self._chat_tokens(request, chat, size, model)
-        return await self._result(request, model, None, [job], beside.TokensShape(body, context_tokens))
+        return await self._result(request, model, None, [job], other_routes.TokensShape(body, context_tokens))
 
     async def count_tokens(self, request: Request) -> Response:
         body, size = await self.reader.read(messages_api.CountRequest, request)
         chat, request.state.names = await self.reader.run(size, lambda: messages_api.chat_of(body))
         model, _ = self.pool.resolve(body.model)
         job = await self._chat_tokens(request, chat, size, model)
-        return await self._result(request, model, None, [job], beside.CountShape(body))
+        return await self._result(request, model, None, [job], other_routes.CountShape(body))
 
-    async def _chat_tokens(self, request: Request, chat: wire.ChatRequest, size: int, model: str) -> Job:
+    async def _chat_tokens(self, request: Request, chat: schemas.ChatRequest, size: int, model: str) -> Job:
         messages = await self._read_messages(request, chat, size, model)
         context_tokens = self.pool.context_tokens(model)
-        return beside.chat_job(chat, messages, context_tokens=context_tokens, limits=self.settings.limits)
+        return other_routes.chat_job(chat, messages, context_tokens=context_tokens, limits=self.settings.limits)
 
     async def detokenize(self, request: Request) -> Response:
-        body, _ = await self.reader.read(wire.DetokenizeRequest, request)
+        body, _ = await self.reader.read(schemas.DetokenizeRequest, request)
         model, _ = self.pool.resolve(body.model)
-        job = beside.ids_job(body, context_tokens=self.pool.context_tokens(model))
-        return await self._result(request, model, None, [job], beside.TextShape(body))
+        job = other_routes.ids_job(body, context_tokens=self.pool.context_tokens(model))
+        return await self._result(request, model, None, [job], other_routes.TextShape(body))
 
     def _of_client(self, request: Request, jobs: Sequence[Job]) -> list[Job]:
         """Return the jobs with the owner of their prefixes, the client that takes turns with others, and their time."""
@@ -453,7 +450,7 @@ class _Api:
     async def _result(self, request: Request, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape) -> Response:
         computes = any(job.kind == "embedding" for job in jobs)  # others only split or join a text
         seen = self._begin(request, model, adapter, choices=1, computes=computes)
-        stream = beside.in_turn(self.pool, model, self._of_client(request, jobs), seen.dropped)
+        stream = other_routes.in_turn(self.pool, model, self._of_client(request, jobs), seen.dropped)
         merged = Merged([stream], names=_names_of(request))
         return await answer(
             request, merged, shape, seen, wants_usage=False, send_s=self.settings.limits.send_s, folders=self.folders

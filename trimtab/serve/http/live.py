@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from trimtab.errors import CheckpointError, RequestError, TrimtabError
-from trimtab.serve.api import schemas as wire
+from trimtab.serve.api import schemas
 from trimtab.serve.contract.settings import RELOAD, Live, Settings
 from trimtab.serve.worker.registry import ServedModel
 
@@ -84,7 +84,7 @@ class Reloader:
     def routes(self) -> list[Route]:
         async def answer(request: Request) -> Response:
             if body := await request.body():
-                wire.read(wire.ReloadRequest, body)
+                schemas.read(schemas.ReloadRequest, body)
             try:
                 return JSONResponse(await self.reload())
             except RequestError as exc:  # the file is wrong, not this request

@@ -22,7 +22,7 @@ from prometheus_client import (
 from trimtab._version import __version__
 from trimtab.adapter_names import UNLOADED, label_of
 from trimtab.process.packages import versions_of
-from trimtab.serve.contract import log as journal
+from trimtab.serve.contract import log
 from trimtab.serve.contract.job import SPOKEN, Event
 from trimtab.serve.contract.quotas import Use
 
@@ -323,9 +323,9 @@ class Seen:
             self.metrics.key_requests.labels(self.key, how).inc()
         self.metrics.whole.labels(*labels).observe(seconds)
         times = {"queue_s": self.queued_s, "first_token_s": self.first_s}
-        journal.note(
+        log.note(
             model=self.model, adapter=self.adapter or None, key=self.key, ended=how, **self._tokens,
-            **{journal.ARRIVED: self.arrived},
+            **{log.ARRIVED: self.arrived},
             **{name: round(value, 4) for name, value in times.items() if value is not None},
         )  # fmt: skip
         decode_s = seconds - (self.first_s or 0.0)

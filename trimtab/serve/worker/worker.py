@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
-from trimtab.machine import machine_cache as known
+from trimtab.machine import machine_cache
 from trimtab.machine.memory import process_bytes
 from trimtab.process import before_torch, phases
 from trimtab.process.child import end_after
@@ -91,7 +91,7 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
 def _begin_imports(request: Mapping[str, Any], inputs: PlanInputs) -> None:
     """Import torch while the plan is made, if the plan does not need it; otherwise only load torch's libraries."""
     device = request["device"]
-    found = None if request.get("card") else known.find_machine(device, inputs.process_bytes)
+    found = None if request.get("card") else machine_cache.find_machine(device, inputs.process_bytes)
     if found is None:
         before_torch.load_libraries()
         return

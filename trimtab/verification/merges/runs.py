@@ -26,8 +26,7 @@ from trimtab.verification.merges.variants import (  # fmt: skip
     classify,
     lane_verdict,
 )
-from trimtab.verification.routes import compare
-from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes import compare, teacher_forcing
 from trimtab.verification.routes.runner import TIMEOUT_S, Item, Route, run_module, run_route
 
 STOCK_LANE, MERGE_LANE = "trimtab.verification.merges.stock_merge", "trimtab.verification.merges.merge_lane"
@@ -215,7 +214,7 @@ class LaneRunner:
 
 
 def _kl(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
-    a, b = forced.read_run(first["file"])[0], forced.read_run(second["file"])[0]
+    a, b = teacher_forcing.read_run(first["file"])[0], teacher_forcing.read_run(second["file"])[0]
     return compare.difference(a, b).kl_mean
 
 

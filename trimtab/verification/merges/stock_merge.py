@@ -15,8 +15,7 @@ from trimtab.process.packages import stack_versions
 from trimtab.stock.load import without_repacking
 from trimtab.stock.unsplit import load_unsplit, with_adapters
 from trimtab.verification.merges.retention import Survival, lora_delta, survival
-from trimtab.verification.routes import stock_run as stock_route
-from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes import stock_run, teacher_forcing
 
 Emit = Callable[[dict[str, Any]], None]
 ADAPTER = "adapter"
@@ -31,13 +30,13 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
     is an `upstream` line. Each LoRA layer's `merge` is wrapped, so that the weight before and after it can be compared with the
     exact change.
     """
-    with stock_route.emit_if_raised(emit):
+    with stock_run.emit_if_raised(emit):
         _run(request, emit)
 
 
 def _run(request: Mapping[str, Any], emit: Emit) -> None:
-    stock_route.bound_attention()
-    with stock_route.recorded_warnings() as loading:
+    stock_run.bound_attention()
+    with stock_run.recorded_warnings() as loading:
         model = load_unsplit(request["folder"], request["quant"], request["dtype"], request["device"])
         device = next(model.parameters()).device
         _stage(emit, "base", device, versions=stack_versions())
@@ -45,8 +44,10 @@ def _run(request: Mapping[str, Any], emit: Emit) -> None:
             model = model.dequantize()
         model, notes = with_adapters(model, {ADAPTER: request["adapter"]}, Path(request["out"]))
     _stage(emit, "adapter", device, notes=notes, warnings=dict(loading))
-    tokenizer = stock_route.read_tokenizer(request["folder"])
-    answers = _answers(model, tokenizer, "adapter", ADAPTER, request, [forced.wanted(i, []) for i in request["items"]], emit)
+    tokenizer = stock_run.read_tokenizer(request["folder"])
+    answers = _answers(
+        model, tokenizer, "adapter", ADAPTER, request, [teacher_forcing.wanted(i, []) for i in request["items"]], emit
+    )
     _answers(model, tokenizer, "base", None, request, answers, emit)
     _stage(emit, "merge", device)
     merged, counts, seconds, unmeasured = _merged(model, request["dequantize"] == "adapted", emit)
@@ -57,7 +58,7 @@ def _run(request: Mapping[str, Any], emit: Emit) -> None:
 
 
 def _stage(emit: Emit, stage: str, device: torch.device, **more: Any) -> None:
-    emit({"event": "stage", "stage": stage, "memory": stock_route.memory(device), **more})
+    emit({"event": "stage", "stage": stage, "memory": stock_run.memory(device), **more})
 
 
 def _answers(
@@ -66,8 +67,8 @@ def _answers(
 ) -> list[list[int]]:  # fmt: skip
     answers = []
     for place, (item, continuation) in enumerate(zip(request["items"], continuations, strict=True)):
-        with stock_route.using(model, adapter, not plain):
-            line = stock_route.run_item(model, tokenizer, place, item, continuation, request, name=who)
+        with stock_run.using(model, adapter, not plain):
+            line = stock_run.run_item(model, tokenizer, place, item, continuation, request, name=who)
         answers.append(line["continuation"])
         emit({"event": "said", "who": who, "place": place, **line})
     return answers
@@ -83,7 +84,7 @@ def _merged(model: Any, dequantize: bool, emit: Emit) -> tuple[Any, dict[str, in
         if hasattr(module, "lora_A") and callable(getattr(module, "merge", None)):
             _watch(path.removeprefix("base_model.model."), module, rows, unmeasured)
     started = time.monotonic()
-    with stock_route.recorded_warnings() as counts:
+    with stock_run.recorded_warnings() as counts:
         merged = model.merge_and_unload()
     seconds = time.monotonic() - started
     emit({"event": "survival", "rows": [row.to_json() for row in rows]})

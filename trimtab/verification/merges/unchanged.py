@@ -31,12 +31,12 @@ class FileWeights:
     """The weights of a checkpoint by their path in the model, one at a time and dense."""
 
     def __init__(self, folder: Path) -> None:
-        from trimtab.engine.loader import transformers_model as hf
+        from trimtab.engine.loader import transformers_model
 
         self.checkpoint: Checkpoint = read_checkpoint(folder)
         self.entries, self.packed = split_packed(self.checkpoint)
-        self.probe: Any = hf.probe(self.checkpoint, "float32")  # represents every file dtype exactly
-        self.anatomy: Any = hf.anatomy_of(self.probe, self.checkpoint, quant="none", keep_unquantized=())
+        self.probe: Any = transformers_model.probe(self.checkpoint, "float32")  # represents every file dtype exactly
+        self.anatomy: Any = transformers_model.anatomy_of(self.probe, self.checkpoint, quant="none", keep_unquantized=())
 
     def source(self, tensor_path: str) -> Expression | None:
         """Return how the files make a tensor, None if no file has it. A tied one is its owner's."""

@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal
 
 from trimtab.errors import RequestError
-from trimtab.verification.routes import alarm_rate as criterion
+from trimtab.verification.routes import alarm_rate
 from trimtab.verification.routes.alarm_rate import Limits
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Noise:
 
     def measures(self) -> dict[str, float]:
         """Return the values that the criterion compares."""
-        return {name: getattr(self, name) for name in criterion.MEASURES}
+        return {name: getattr(self, name) for name in alarm_rate.MEASURES}
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class NoiseFloor:
             else:
                 known = least.setdefault(pair.prompt_id, measures)
                 least[pair.prompt_id] = {name: max(known[name], value) for name, value in measures.items()}
-        return criterion.limits(draws, least)
+        return alarm_rate.limits(draws, least)
 
     @property
     def limit(self) -> Limits | None:
@@ -129,7 +129,7 @@ class NoiseFloor:
         rows = self.limits.values()
         if not rows:
             return None
-        return Limits(**{name: max(getattr(row, name) for row in rows) for name in criterion.MEASURES})
+        return Limits(**{name: max(getattr(row, name) for row in rows) for name in alarm_rate.MEASURES})
 
     def verdict(self, difference: Difference, prompt_id: str | None = None) -> Verdict:
         """Return the verdict on a difference with this noise; prompt_id None: with that of the noisiest prompt."""
@@ -140,7 +140,7 @@ class NoiseFloor:
         limit = self.limits.get(prompt_id) if prompt_id is not None else self.limit
         if limit is None:
             return "cannot tell"
-        within = all(getattr(difference, name) <= getattr(limit, name) for name in criterion.MEASURES)
+        within = all(getattr(difference, name) <= getattr(limit, name) for name in alarm_rate.MEASURES)
         return "same within noise" if within else "differs"
 
     def to_json(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class NoiseFloor:
             "orders": list(self.orders), "skipped": list(self.skipped), "pairs": len(self.pairs),
             "largest": _largest(self.pairs), "is_measured": self.is_measured,
             "limits": {prompt: asdict(limit) for prompt, limit in self.limits.items()},
-            "false_alarm_rate": criterion.FALSE_ALARM_RATE, "margin": criterion.MARGIN,
+            "false_alarm_rate": alarm_rate.FALSE_ALARM_RATE, "margin": alarm_rate.MARGIN,
             "draws": sum(pair.kind == DRAW for pair in self.pairs),
         }  # fmt: skip
 

@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 
 
 class WithoutWeights:
-    """A stand-in for a model, with the attributes that `chat.prepare` reads. plan: None counts no memory of media."""
+    """A stand-in for a model, with the attributes that `prompt.prepare` reads. plan: None counts no memory of media."""
 
     def __init__(self, folder: Path, dtype: str, plan: Plan | None = None) -> None:
-        from trimtab.engine.loader import transformers_model as hf
+        from trimtab.engine.loader import transformers_model
 
         self.processor_folder = folder
         self.device, self.dtype = torch.device("cpu"), getattr(torch, dtype)
-        self.hf_model: Any = SimpleNamespace(config=hf.read_config(read_checkpoint(folder)))
+        self.hf_model: Any = SimpleNamespace(config=transformers_model.read_config(read_checkpoint(folder)))
         self.text_config = self.hf_model.config.get_text_config()
         self.plan: Any = plan or SimpleNamespace(request=SimpleNamespace(images=10**6, audio_s=MAX_SOUND_S))
 
     @cached_property
     def processor(self) -> Any:
-        from trimtab.engine.loader import processor as hf_processor
+        from trimtab.engine.loader.processor import load_processor
 
-        return hf_processor.load_processor(self.processor_folder)
+        return load_processor(self.processor_folder)
 
     @cached_property
     def control_tokens(self) -> Any:
-        from trimtab.engine.chat import prompt as chat
+        from trimtab.engine.chat import prompt
 
-        return chat.control_tokens(self.processor)
+        return prompt.control_tokens(self.processor)
 
 
 def file_of(out: Path, place: int) -> Path:
@@ -68,12 +68,12 @@ def write(
     check: Callable[[Any], None] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Do the same for (id, question, images, audio clips). check: raises RequestError for inputs that are too long."""
-    from trimtab.engine.chat import prompt as chat
+    from trimtab.engine.chat import prompt
 
     rows, problems = [], []
     for place, (name, question, images, audios) in enumerate(asked):
         try:
-            inputs = chat.prepare(stand_in, question, images=images, audios=audios)
+            inputs = prompt.prepare(stand_in, question, images=images, audios=audios)
             if check is not None:
                 check(inputs)
         except RequestError as exc:

@@ -14,7 +14,7 @@ from trimtab.engine.formats.coded_files import packed_once
 from trimtab.engine.layers.leaves import Leaf
 from trimtab.engine.lora.layers import EmbeddingAdapter, LinearAdapter
 from trimtab.engine.lora.store import Fitting, Holders
-from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes import teacher_forcing
 from trimtab.verification.routes.alarm_rate import DRAWS
 
 NEAREST = "change added to the weights, rounded to the nearest"
@@ -47,9 +47,9 @@ def _answer(model: Any, adapter: str, inputs: Mapping[str, Tensor], seed: int | 
     model.lend_prompt_room()
     with merged_in_memory(model, adapter, seed, packed):
         if seed is None:
-            return forced.forward(model.hf_model, inputs)[0][0]
-        with forced.rounded_layers(model.hf_model, seed):
-            return forced.forward(model.hf_model, inputs)[0][0]
+            return teacher_forcing.forward(model.hf_model, inputs)[0][0]
+        with teacher_forcing.rounded_layers(model.hf_model, seed):
+            return teacher_forcing.forward(model.hf_model, inputs)[0][0]
 
 
 @contextmanager
@@ -150,4 +150,4 @@ def rounded(values: Tensor, dtype: torch.dtype, generator: torch.Generator | Non
     if generator is None:
         return values.to(dtype)
     noise = torch.rand(values.shape, generator=generator, device=values.device, dtype=torch.float64).sub_(0.5)
-    return noise.mul_(forced.steps_of(values, dtype)).add_(values).to(dtype)
+    return noise.mul_(teacher_forcing.steps_of(values, dtype)).add_(values).to(dtype)

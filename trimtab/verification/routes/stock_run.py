@@ -21,7 +21,7 @@ from trimtab.process.packages import stack_versions, version_of
 from trimtab.request import MADE_EXPERTS
 from trimtab.stock.load import generating
 from trimtab.stock.unsplit import dense_note, load_unsplit, round_experts, with_adapters
-from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes import teacher_forcing
 from trimtab.verification.routes.loaded_changes import sketch
 
 Emit = Callable[[dict[str, Any]], None]
@@ -64,7 +64,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
             with using(model, item["adapter"], bool(route["adapters"])):
                 emit({"event": "noise", **noise_of(model, item, continuation)})
 
-        forced.answer_and_measure(request["items"], request, answer, measure)
+        teacher_forcing.answer_and_measure(request["items"], request, answer, measure)
 
 
 def bound_attention() -> None:
@@ -120,14 +120,14 @@ def run_item(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the report line of the model's answer to one item; its logits are written to a file."""
     device = next(model.parameters()).device
-    inputs = forced.read_inputs(item["file"], device)
+    inputs = teacher_forcing.read_inputs(item["file"], device)
     token_ids = greedy(model, inputs, int(request["new_tokens"]))
     continuation = token_ids if given is None else list(given)
-    whole = forced.extended(inputs, continuation)
-    logits, hidden = forced.forward(model, whole, hidden=request.get("hidden", False))
-    again = forced.forward(model, whole)[0]
+    whole = teacher_forcing.extended(inputs, continuation)
+    logits, hidden = teacher_forcing.forward(model, whole, hidden=request.get("hidden", False))
+    again = teacher_forcing.forward(model, whole)[0]
     file = Path(request["out"]) / f"{name}-{place}.safetensors"
-    forced.save_run(file, logits[0], [layer[0] for layer in hidden])
+    teacher_forcing.save_run(file, logits[0], [layer[0] for layer in hidden])
     text = None if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=True)
     return {
         "id": item["id"], "file": str(file), "token_ids": token_ids, "text": text, "continuation": continuation,
@@ -137,11 +137,11 @@ def run_item(
 
 def noise_of(model: Any, item: Mapping[str, Any], continuation: Sequence[int]) -> dict[str, Any]:
     """Return the differences of this route's logits on one item when the order of summation changes."""
-    inputs = forced.read_inputs(item["file"], next(model.parameters()).device)
-    whole = forced.extended(inputs, continuation)
-    once = forced.forward(model, whole)[0][0]
-    orders = forced.other_orders(model, whole, prompt_tokens=item["prompt_tokens"], has_media=item["has_media"])
-    pairs, skipped = forced.measure_noise(item["id"], once, orders, forced.drawn_runs(model, whole))
+    inputs = teacher_forcing.read_inputs(item["file"], next(model.parameters()).device)
+    whole = teacher_forcing.extended(inputs, continuation)
+    once = teacher_forcing.forward(model, whole)[0][0]
+    orders = teacher_forcing.other_orders(model, whole, prompt_tokens=item["prompt_tokens"], has_media=item["has_media"])
+    pairs, skipped = teacher_forcing.measure_noise(item["id"], once, orders, teacher_forcing.drawn_runs(model, whole))
     return {"pairs": [asdict(pair) for pair in pairs], "skipped": list(skipped)}
 
 
@@ -164,7 +164,7 @@ def greedy(model: Any, inputs: Mapping[str, torch.Tensor], count: int) -> list[i
         begin_suppress_tokens=getattr(own, "begin_suppress_tokens", None),
         bad_words_ids=[word for word in getattr(own, "bad_words_ids", None) or () if len(word) == 1] or None,
     )  # fmt: skip
-    forced.forget_request(model)
+    teacher_forcing.forget_request(model)
     with generating(model) as generate:
         out = generate(**inputs, generation_config=config)
     return [int(token) for token in out[0, inputs["input_ids"].shape[1] :]]

@@ -21,8 +21,7 @@ from trimtab.planning import Plan
 from trimtab.process import phases
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.verification.routes import inputs as prompt_inputs
-from trimtab.verification.routes import stock_run as stock_route
-from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes import stock_run, teacher_forcing
 from trimtab.verification.routes.loaded_changes import sketch
 from trimtab.verification.routes.rounding import rounded_draws, rounded_order
 
@@ -39,7 +38,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
     """
     route = request["route"]
     started = time.monotonic()
-    stock_route.bound_attention()  # for every budget: both routes then round equally
+    stock_run.bound_attention()  # for every budget: both routes then round equally
     prepared = {row["file"]: row for row in prompt_inputs.main(request["prepare"], emit)} if request.get("prepare") else {}
     plan = (
         Plan.from_json(route["plan"])
@@ -58,7 +57,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
             _run_batched(model, items, request, emit)
             return
         work = model, request, emit
-        forced.answer_and_measure(items, request, partial(_run_item, *work), partial(_emit_noise, *work))
+        teacher_forcing.answer_and_measure(items, request, partial(_run_item, *work), partial(_emit_noise, *work))
 
 
 def own_changes(model: Any) -> dict[str, dict[str, list[float]]]:
@@ -87,23 +86,23 @@ def _run_item(
     model: Any, request: Mapping[str, Any], emit: Emit, place: int, item: Mapping[str, Any], given: Sequence[int] | None
 ) -> list[int]:  # fmt: skip
     """Answer one item, write its logits, and return their continuation."""
-    inputs = forced.read_inputs(item["file"], model.device)
+    inputs = teacher_forcing.read_inputs(item["file"], model.device)
     ids = tuple(inputs["input_ids"][0].tolist())
     prepared = Inputs(inputs, item["prompt_tokens"], ids, item["has_media"])
     greedy = GenerateRequest(max_new_tokens=request["new_tokens"])
     answer = model.answer_inputs(prepared, greedy, adapter=item["adapter"])
     continuation = list(answer.token_ids) if given is None else list(given)
-    whole = forced.extended(inputs, continuation)
+    whole = teacher_forcing.extended(inputs, continuation)
     if request["route"].get("decode"):
         hidden: tuple[torch.Tensor, ...] = ()
         logits = _stepped(model, prepared, continuation, item["adapter"])[None]
         again = _stepped(model, prepared, continuation, item["adapter"])[None]
     else:
         with using(model, item["adapter"]):
-            logits, hidden = forced.forward(model.hf_model, whole, hidden=request.get("hidden", False))
-            again = forced.forward(model.hf_model, whole)[0]
+            logits, hidden = teacher_forcing.forward(model.hf_model, whole, hidden=request.get("hidden", False))
+            again = teacher_forcing.forward(model.hf_model, whole)[0]
     file = _file(request, place)
-    forced.save_run(file, logits[0], [layer[0] for layer in hidden])
+    teacher_forcing.save_run(file, logits[0], [layer[0] for layer in hidden])
     emit(
         {"event": "item", "place": place, "id": item["id"], "file": str(file), "token_ids": list(answer.token_ids),
          "text": answer.text, "continuation": continuation, "repeats": bool(torch.equal(again, logits)),
@@ -119,7 +118,7 @@ def _file(request: Mapping[str, Any], place: int) -> Path:
 def _stepped(model: Any, inputs: Inputs, continuation: Sequence[int], adapter: str | None) -> torch.Tensor:
     """Return logits [S, V] of a prompt in one pass and of a continuation in one step per token."""
     with using(model, adapter):
-        before, _ = forced.forward(model.hf_model, dict(inputs.tensors))
+        before, _ = teacher_forcing.forward(model.hf_model, dict(inputs.tensors))
     model.forget_batch()
     batch = Batch(model, rows=1)
     request = GenerateRequest(max_new_tokens=max(len(continuation), 1))
@@ -151,24 +150,24 @@ def using(model: Any, adapter: str | None) -> Iterator[None]:
 def _emit_noise(
     model: Any, request: Mapping[str, Any], emit: Emit, place: int, item: Mapping[str, Any], continuation: Sequence[int]
 ) -> None:  # fmt: skip
-    whole = forced.extended(forced.read_inputs(item["file"], model.device), continuation)
+    whole = teacher_forcing.extended(teacher_forcing.read_inputs(item["file"], model.device), continuation)
     with using(model, item["adapter"]):
         is_one_pass = not request["route"].get("decode")  # the item's logits are those of the same pass
         once = (
-            forced.read_run(_file(request, place))[0].to(model.device)
+            teacher_forcing.read_run(_file(request, place))[0].to(model.device)
             if is_one_pass
-            else forced.forward(model.hf_model, whole)[0][0]
+            else teacher_forcing.forward(model.hf_model, whole)[0][0]
         )
-        orders = forced.other_orders(
+        orders = teacher_forcing.other_orders(
             model.hf_model, whole, prompt_tokens=item["prompt_tokens"], has_media=item["has_media"],
             batches=request["noise"] != "without batches",
         )  # fmt: skip
-        draws = forced.drawn_runs(model.hf_model, whole)
+        draws = teacher_forcing.drawn_runs(model.hf_model, whole)
         if request.get("rounding") and item["adapter"] is not None:
             packed = request.get("packed") or {}
             orders = chain(orders, rounded_order(model, item["adapter"], whole, packed))
             draws = rounded_draws(model, item["adapter"], whole, packed)
-        pairs, skipped = forced.measure_noise(item["id"], once, orders, draws)
+        pairs, skipped = teacher_forcing.measure_noise(item["id"], once, orders, draws)
     emit({"event": "noise", "pairs": [asdict(pair) for pair in pairs], "skipped": list(skipped)})
 
 
@@ -178,16 +177,16 @@ def _run_batched(model: Any, items: Sequence[Mapping[str, Any]], request: Mappin
     for start in range(0, len(items), count):
         phases.begin("prompt", phases.far_text(start + 1, len(items)))
         group = items[start : start + count]
-        rows = [forced.extended(forced.read_inputs(i["file"], model.device), i["continuation"]) for i in group]
+        rows = [teacher_forcing.extended(teacher_forcing.read_inputs(i["file"], model.device), i["continuation"]) for i in group]
         model.lend_prompt_room()
         model.adapter_store.set_rows([item["adapter"] for item in group])
         try:
-            logits, _ = forced.forward(model.hf_model, forced.padded_batch(rows))
+            logits, _ = teacher_forcing.forward(model.hf_model, teacher_forcing.padded_batch(rows))
         finally:
             model.adapter_store.set(None)
         for at, (item, row) in enumerate(zip(group, rows, strict=True)):
             file = _file(request, start + at)
-            forced.save_run(file, logits[at, : row["input_ids"].shape[1]], ())
+            teacher_forcing.save_run(file, logits[at, : row["input_ids"].shape[1]], ())
             emit(
                 {"event": "item", "place": start + at, "id": item["id"], "file": str(file), "token_ids": None,
                  "text": None, "continuation": list(item["continuation"]), "repeats": True, "memory": model.memory()}

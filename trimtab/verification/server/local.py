@@ -15,7 +15,7 @@ from torch import Tensor
 from trimtab.api import load, plan_request
 from trimtab.engine.kv.sequence import Inputs
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.verification.routes import teacher_forcing as forced
+from trimtab.verification.routes import teacher_forcing
 from trimtab.verification.routes.prompts import Prompt
 from trimtab.verification.routes.trimtab_run import using
 from trimtab.verification.server.channels import Question
@@ -113,9 +113,9 @@ class Reference:
     def logprobs(self, question: Question, tokens: Sequence[int], name: str | None) -> Tensor:
         """Return logprobs [len(tokens), V] in float32 on the host: of each token, given the earlier ones."""
         inputs = self.inputs(question)
-        whole = forced.extended(dict(inputs.tensors), list(tokens[:-1]))
+        whole = teacher_forcing.extended(dict(inputs.tensors), list(tokens[:-1]))
         with using(self.model, name):
-            logits, _ = forced.forward(self.model.hf_model, whole)
+            logits, _ = teacher_forcing.forward(self.model.hf_model, whole)
         last = logits[0, inputs.prompt_tokens - 1 : inputs.prompt_tokens - 1 + len(tokens)].float().cpu()
         return torch.log_softmax(last, dim=-1)
 
@@ -125,11 +125,12 @@ class Reference:
         for batch in self._batches(rows):
             inputs = self.inputs(rows[batch[0]].question)
             whole = [
-                forced.extended(dict(self.inputs(rows[place].question).tensors), list(rows[place].tokens[:-1])) for place in batch
+                teacher_forcing.extended(dict(self.inputs(rows[place].question).tensors), list(rows[place].tokens[:-1]))
+                for place in batch
             ]
             together = {key: torch.cat([one[key] for one in whole]) for key in whole[0]}
             with using(self.model, name):
-                logits, _ = forced.forward(self.model.hf_model, together)
+                logits, _ = teacher_forcing.forward(self.model.hf_model, together)
             last = logits[:, inputs.prompt_tokens - 1 :].float().cpu()
             logprobs |= dict(zip(batch, torch.log_softmax(last, dim=-1), strict=True))
         return [logprobs[place] for place in range(len(rows))]
