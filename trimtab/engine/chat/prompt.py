@@ -75,8 +75,8 @@ def prepare(
     _check_planned(model, "image", len(pictures), "images", "images")
     processor, device = model.processor, device or model.device
     if not (pictures or sounds) and not hasattr(processor, "tokenizer"):
-        return _text_only(model, processor, messages, prompt, system, template_kwargs, tools, device, continue_final_message)
-    return _through_processor(
+        return _by_tokenizer(model, processor, messages, prompt, system, template_kwargs, tools, device, continue_final_message)
+    return _by_processor(
         model, processor, messages, pictures, sounds, prompt, system, template_kwargs, tools, device,
         continue_final_message,
     )  # fmt: skip
@@ -427,7 +427,7 @@ def _check_written(
         raise RequestError("not supported: system (the checkpoint's chat template writes no such message)", field="system")
 
 
-def _text_only(
+def _by_tokenizer(
     model: ChatModel, tokenizer: Tokenizer, messages: list[Message], prompt: object, system: str | None,
     template_kwargs: Mapping[str, object] | None, tools: Sequence[Mapping[str, object]], device: torch.device,
     continue_final_message: bool,
@@ -463,7 +463,7 @@ def _adds_special(tokenizer: Tokenizer, text: str) -> bool:
     return not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
 
 
-def _through_processor(
+def _by_processor(
     model: ChatModel, processor: Processor, messages: list[Message], pictures: list[object], sounds: list[object], prompt: object,
     system: str | None, template_kwargs: Mapping[str, object] | None, tools: Sequence[Mapping[str, object]], device: torch.device,
     continue_final_message: bool,

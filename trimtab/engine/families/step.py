@@ -139,6 +139,7 @@ class FusedStep:
         return self.kernels.rows is not None and all(gemm4.why_not(leaf.packed(), leaf.dtype) is None for leaf in group)
 
     def _gemv4(self, leaves: Sequence[Leaf], x: Tensor, out: Tensor, lora: gemv4.LoraArgs | None) -> None:
+        """Multiply before adapters that no table holds; `_products` calls the kernel with all others, a gate and a norm."""
         packed = packed_together(leaves)
         gemv4.matvec4(x, packed, out, bias=[leaf.bias for leaf in leaves], lora=lora, module=self.kernels.matvec)
 
