@@ -91,6 +91,15 @@ def test_a_budget_or_an_adapter_is_the_same_anatomy(kept):
     assert machine_cache.find_anatomy(checkpoint, other) == anatomy
 
 
+def test_an_anatomy_beyond_the_limit_of_a_file_is_neither_kept_nor_read(kept, folder, monkeypatch):
+    checkpoint, request, anatomy = kept
+    other, size = replace(request, dtype="float16"), entry(folder).stat().st_size
+    monkeypatch.setattr(machine_cache, "MOST_FILE_BYTES", size // 2)
+    machine_cache.keep_anatomy(checkpoint, other, anatomy, compares_values=False)
+    assert entry(folder).stat().st_size == size  # the one that was kept
+    assert machine_cache.find_anatomy(checkpoint, request) is None
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_a_changed_config_is_another_anatomy(name, kept):
     checkpoint, request, _ = kept

@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.adapter_files import write_adapter
 from tests.raised import raised, refused
@@ -22,6 +24,7 @@ from trimtab.doctor.cases.cases import (
     find_parts,
     skip_modules,
 )
+from trimtab.doctor.cases.engine_run import EngineRun
 from trimtab.errors import AdapterError
 
 LANGUAGE = "model.language_model"
@@ -183,3 +186,32 @@ def test_script_of_the_first_report_shows_its_error(tmp_path):
     # accelerate 1.14.0 takes the attribute off; bitsandbytes 0.50.0 lets it pass.
     is_old = Version(accelerate.__version__) < Version("1.14.0")
     assert result == (oldest if is_old else newest), done.stderr
+
+
+def test_a_record_keeps_the_first_mode_that_failed_and_its_stage(tmp_path):
+    """Later modes are asked too, and may fail in another stage for the same reason."""
+
+    class Run(EngineRun):
+        def run(self):
+            raise NotImplementedError
+
+    def answer(mode, tensors, enter):
+        enter("forward" if mode == "text" else "generate")
+        if mode != "image":
+            raise ValueError(f"{mode} does not work")
+        return torch.zeros(3), [1], [1, 3]
+
+    save_file({f"{mode}.input_ids": torch.zeros(1, 2) for mode in ("text", "image", "audio")}, tmp_path / "inputs")
+    said = []
+    request = {
+        "names": {}, "case": CASES[0].to_json(), "model": str(tmp_path), "work": str(tmp_path), "pressure": None,
+        "reference": None, "inputs": str(tmp_path / "inputs"),
+    }  # fmt: skip
+    Run(request, said.append).ask("cpu", answer)
+    assert [one["stage"] for one in said if "stage" in one] == ["forward", "forward", "forward", "forward"]
+    facts = [one["facts"] for one in said if "facts" in one]
+    assert [one["exception"]["message"] for one in facts if "exception" in one] == ["text does not work"]
+    modes = facts[-1]["modes"]
+    assert {mode: (found["ok"], found.get("stage")) for mode, found in modes.items()} == {
+        "text": (False, "forward"), "image": (True, None), "audio": (False, "generate"),
+    }  # fmt: skip
