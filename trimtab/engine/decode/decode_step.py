@@ -182,7 +182,7 @@ class DecodeStep:
             outputs = self._run_graph(state) if self.is_captured else None
             if outputs is not None:
                 return outputs[0][:count], outputs[1][:count]
-            # Without a graph, fused kernels are for those who ask for them.
+            # Without a graph, fused kernels run where the user requested them.
             step = self.fused_step() if self.mode == "fused" else None
             return self._eager(state, step or self._short)
         return self._eager(state, self._modules)
