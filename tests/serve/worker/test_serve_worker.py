@@ -94,6 +94,24 @@ def test_the_loop_beats_while_nobody_asks(running):
     assert Patience().unresponsive_s > BEAT_S + WATCH_S  # its longest wait, and the beat behind it
 
 
+def test_graphs_are_captured_after_a_while_without_requests_and_not_right_behind_an_answer(running, monkeypatch):
+    captured, quiet_s = [], [WAIT_S]
+    monkeypatch.setattr(type(running.worker.engine), "has_more_to_capture", property(lambda self: len(captured) < 2))
+    monkeypatch.setattr(running.worker.engine, "capture_more", lambda: captured.append(threading.get_ident()))
+    monkeypatch.setattr(running.worker, "_patience_s", lambda: quiet_s[0] if running.worker.scheduler.is_idle else 0)
+    for name in ("one", "another"):  # the first may find a worker that waited before
+        running.ask(name, tokens=2)
+        running.end_of(name)
+        captured.clear()
+    for tokens in (1, 2):
+        running.ask(f"behind {tokens}", tokens=tokens)
+        assert running.end_of(f"behind {tokens}").kind == "done" and captured == []
+    quiet_s[0] = 0.01
+    running.ask("last", tokens=2)
+    running.end_of("last")
+    waiting.until(lambda: len(captured) == 2)
+
+
 def test_work_that_may_take_long_is_announced_before_it_begins(running, monkeypatch):
     running.ask("warm")
     running.end_of("warm")
