@@ -214,19 +214,27 @@ def test_the_names_of_formats_are_found_in_a_source(text, wanted):
 
 
 def renamed_modules(text: str) -> list[str]:
-    """Return the modules of the package that a file imports under another name although it has no other use for their own."""
+    """Return the modules and rooms that a file imports under another name although it has no other use for their own."""
     tree = ast.parse(text)
-    imports = [(node.module, one) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for one in node.names]
+    imports = [
+        (f"{node.module}.{one.name}", one) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for one in node.names
+    ]
+    imports += [(one.name, one) for node in ast.walk(tree) if isinstance(node, ast.Import) for one in node.names]
     used = {one.asname or one.name for _, one in imports} | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     used |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     used |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    renamed = ((f"{module}.{one.name}", one) for module, one in imports if one.asname not in (None, one.name))
-    return [name for name, one in renamed if (rooms.ROOT / f"{name.replace('.', '/')}.py").is_file() and one.name not in used]
+    found = [
+        name for name, one in imports if one.asname not in (None, name.rpartition(".")[2]) and name.rpartition(".")[2] not in used
+    ]
+    paths = {name: rooms.ROOT / name.replace(".", "/") for name in found}
+    return [name for name, path in paths.items() if path.is_dir() or path.with_suffix(".py").is_file()]
 
 
 def test_a_module_is_imported_under_its_own_name_so_that_a_search_finds_its_uses():
-    files = sorted(rooms.PACKAGE.rglob("*.py"))
+    files = sorted(file for folder in ("trimtab", "bench", "tools") for file in (rooms.ROOT / folder).rglob("*.py"))
     assert {file.name: found for file in files if (found := renamed_modules(file.read_text(encoding="utf-8")))} == {}
-    assert renamed_modules("from trimtab.engine.kv import kv_cache as slots\nslots.x()") == ["trimtab.engine.kv.kv_cache"]
-    assert renamed_modules("from trimtab.engine.kv import kv_cache as slots\ndef run(kv_cache): ...") == []
+    for text in ("from trimtab.engine.kv import kv_cache as slots", "import trimtab.engine.kv.kv_cache as slots"):
+        assert renamed_modules(f"{text}\nslots.x()") == ["trimtab.engine.kv.kv_cache"]
+        assert renamed_modules(f"{text}\ndef run(kv_cache): ...") == []
+    assert renamed_modules("from trimtab.engine import kv as states") == ["trimtab.engine.kv"]
     assert renamed_modules("from trimtab.engine.kv import kv_cache\nfrom os import path as place") == []

@@ -114,10 +114,8 @@ def test_scores_in_torch_are_what_the_head_and_the_batch_made_of_them(dtype, sof
 def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtype):
     module = cpu_module(order)
     for sizes in (SIZES, embed_and_logits.Sizes(4099, 64), embed_and_logits.Sizes(2056, 1032, 30.0, 3, 256)):
-        assert (
-            embed_and_logits.why_not(sizes, dtype) is None
-            and embed_and_logits.check(module, sizes, dtype=dtype, rows=(1, 3, 8)) is None
-        )
+        assert embed_and_logits.why_not(sizes, dtype) is None
+        assert embed_and_logits.check(module, sizes, dtype=dtype, rows=(1, 3, 8)) is None
     assert set(module.launches) == set(embed_and_logits.NAMES)
 
 
@@ -339,10 +337,9 @@ def test_ends_that_are_wrong_or_slow_are_left_out_by_name(monkeypatch):
     times = iter([1.0, 9.0] * 3 + [9.0, 1.0] * 3)
     monkeypatch.setattr(device_kernels.autotune, "graph_us", lambda call, device, calls: next(times))
     own = device_kernels.KernelFamily.choose
+    ends = device_kernels.ENDS
     monkeypatch.setattr(
-        device_kernels.KernelFamily,
-        "choose",
-        lambda self, *given: own(self, *given) if self.name == device_kernels.ENDS else self.name,
+        device_kernels.KernelFamily, "choose", lambda self, *given: own(self, *given) if self.name == ends else self.name
     )
     source = embed_and_logits.source()
     for changed, why in (

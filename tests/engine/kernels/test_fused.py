@@ -267,17 +267,8 @@ def test_a_place_that_the_cache_has_not_is_not_written():
     module = cpu_module()
     keys, values = random(2, 1, 3, 16), random(2, 1, 3, 16, seed=1)
     before = keys.clone(), values.clone()
-    args = [
-        random(2, 48),
-        1,
-        1,
-        16,
-        attention_and_norms.HeadNorms(random(16), random(16), EPS),
-        random(2, 16),
-        random(2, 16),
-        keys,
-        values,
-    ]
+    norms = attention_and_norms.HeadNorms(random(16), random(16), EPS)
+    args = [random(2, 48), 1, 1, 16, norms, random(2, 16), random(2, 16), keys, values]
     attention_and_norms.rope_write(*args, torch.tensor([3, -1]), poisoned(2, 1, 16), module=module)
     assert torch.equal(keys, before[0]) and torch.equal(values, before[1]) and module.launches == ["rope_write_1"]
 

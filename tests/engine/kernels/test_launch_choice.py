@@ -231,11 +231,8 @@ def test_the_own_products_of_a_shape_are_timed_once_for_all_its_cuts(module, pro
 
 def test_layers_of_one_size_in_two_formats_are_timed_and_judged_each(module, monkeypatch):
     """A checkpoint may have attention in 8 and gate and up in 4 bits: a time under the size alone hides the other's."""
-    packed, checks, times = (
-        group_of((64,), 256)[0],
-        device_kernels.CardEntries(),
-        {"int4-g128": (1.0, 9.0), "int8-g128": (7.0, 2.0)},
-    )
+    packed, checks = group_of((64,), 256)[0], device_kernels.CardEntries()
+    times = {"int4-g128": (1.0, 9.0), "int8-g128": (7.0, 2.0)}
     groups = [
         [SimpleNamespace(packed=lambda kind=kind: dataclasses.replace(packed, kind=kind), out_features=64, in_features=256,
                          quant_kind=kind, device=torch.device("cpu"), base=kind)] for kind in times

@@ -230,7 +230,7 @@ def test_a_wrong_shape_is_refused_with_both(tmp_path):
 def planted(monkeypatch, change) -> None:
     """Make the Llama class one that does something else at the end of its constructor.
 
-    Where `hf` looks it up: the first import of transformers.processing_utils puts a second `transformers` into
+    Where `transformers_model` looks it up: the first import of transformers.processing_utils puts a second `transformers` into
     sys.modules (its direct_transformers_import runs the package again), so that this file's may be another one.
     """
 

@@ -99,7 +99,7 @@ class DecodeStep:
     """The decode steps of one batch's buffers. mode: "auto" takes the fastest that works, the others are exact.
 
     "eager": transformers' modules as they are, one kernel after the other. "graph": the same modules, captured, on a GPU with fewer
-    operations for norms (`short_ops`) and adapters (`slots`). "fused": a few kernels of trimtab, captured; on a CPU their plain
+    operations for norms (`fewer_ops`) and adapters (`table`). "fused": a few kernels of trimtab, captured; on a CPU their plain
     counterpart. Errors: RequestError for an unknown mode; DeviceError if an explicitly requested mode is unavailable.
     """
 

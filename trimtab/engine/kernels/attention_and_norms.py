@@ -93,7 +93,7 @@ def load(device: torch.device | str) -> nvrtc.Module:
     """Compile the kernels for a device. Errors: DeviceError if that is not possible here.
 
     Attention is compiled for each kind of layer when it is first needed, which must not be within a capture: the pass in front of
-    one does it, `fused_check.check` for the kinds it is given, `load_attention` for one. Each function launches one kernel where
+    one does it, `selfcheck.check` for the kinds it is given, `load_attention` for one. Each function launches one kernel where
     shapes suit (`why_not`), else it computes the same in torch. Kernels round where transformers 5.23.0 rounds, except in
     attention, which rounds once. A module serves one stream at a time: its launches share counters.
     """

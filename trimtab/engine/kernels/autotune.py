@@ -288,14 +288,8 @@ def jobs(
         wanted += [Job(gemm4.source(), options, "rows.cu") for options in ((), *others)]
     for kind in attention:
         if attention_and_norms.why_not(*kind[:3], dtype) is None:
-            wanted += [
-                Job(
-                    attention_and_norms.source("attend.cu"),
-                    attention_and_norms.attention_options(kind, dtype, turn=turn),
-                    "attend.cu",
-                )
-                for turn in (True, False)
-            ]
+            source, options_of = attention_and_norms.source("attend.cu"), attention_and_norms.attention_options
+            wanted += [Job(source, options_of(kind, dtype, turn=turn), "attend.cu") for turn in (True, False)]
     # Those without a configuration take longest: none of them is the last to begin.
     variants: tuple[dict[tuple[str, ...], None], ...] = {}, {}
     for group, pair in weights:

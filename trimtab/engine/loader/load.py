@@ -82,10 +82,8 @@ def fill(
         files, checkpoint = FilesRead(tree=files.tree), read_checkpoint(request.model)
     check_has_weights(checkpoint)
     plan.check_same_checkpoint(checkpoint)
-    probe, is_narrow = (
-        files.tree or transformers_model.probe(checkpoint, dtype=request.dtype),
-        keeps_16bit(request.dtype, plan.dtype_reason),
-    )
+    probe = files.tree or transformers_model.probe(checkpoint, dtype=request.dtype)
+    is_narrow = keeps_16bit(request.dtype, plan.dtype_reason)
     anatomy = files.anatomies.get(anatomy_key(request, keeps_16bit=is_narrow)) or transformers_model.anatomy_of(
         probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head, keeps_16bit=is_narrow,
         experts=request.experts,
@@ -103,14 +101,9 @@ def fill(
 
 class _Filler:
     def __init__(
-        self,
-        plan: Plan,
-        checkpoint: Checkpoint,
-        probe: transformers_model.Probe,
-        anatomy: Anatomy,
-        store: AdapterStore,
+        self, plan: Plan, checkpoint: Checkpoint, probe: transformers_model.Probe, anatomy: Anatomy, store: AdapterStore,
         undo: ExitStack,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.plan, self.probe, self.adapter_store, self.undo = plan, probe, store, undo
         self.device = torch.device(plan.execution_device)
         self.dtype = getattr(torch, plan.request.dtype)

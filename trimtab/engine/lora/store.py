@@ -44,7 +44,7 @@ class AdapterTable(Protocol):
         """Prepare the scratch of a pass of `count` rows for its products. Called once for each pass."""
 
     def args(self, leaves: Sequence[Any], rows: int, *, is_empty: bool = False) -> Any:
-        """Return a `matvec.LoraArgs` for layers that read one input, None if no adapter changes them."""
+        """Return a `gemv4.LoraArgs` for layers that read one input, None if no adapter changes them."""
 
 
 class AdapterApplier(Protocol):

@@ -85,7 +85,7 @@ class LoadedEngine:
     # Scheduler interface ----------------------------------------------------------------------------------------------
 
     def begin(self, job: Job, prepared: Inputs | Compiled | None = None) -> Answer:
-        """Check a job and return its answer. Errors: RequestError and those of `chat.prepare`; MistakeError."""
+        """Check a job and return its answer. Errors: RequestError and those of `prompt.prepare`; MistakeError."""
         with self._named("preparing a prompt"), self.pulse.work("preparing a prompt"):
             try:
                 given = self.inputs.make(job) if prepared is None else prepared
