@@ -623,6 +623,7 @@ def test_a_page_of_another_site_cannot_reach_a_server_without_a_key():
         "http://127.0.0.1%.evil.example",
     ):
         assert error_of(chat(client(pool, base_url=host)), 421)["code"] == "wrong_host"
+    error_of(client(pool).post("/v1/chat/completions", json=CHAT, headers={"host": "[::1]evil.example"}), 421)
     for host in ("localhost:8000", "127.0.0.1:1", "[::1]:8000", "demo.localhost"):
         assert chat(client(pool, base_url=f"http://{host}")).status_code == 200
     # What a browser sends to another site without asking first is no JSON.

@@ -94,11 +94,11 @@ def test_the_loop_beats_while_nobody_asks(running):
     assert Patience().unresponsive_s > BEAT_S + WATCH_S  # its longest wait, and the beat behind it
 
 
-def test_graphs_are_captured_after_a_while_without_requests_and_not_right_behind_an_answer(running, monkeypatch):
-    captured, quiet_s = [], [WAIT_S]
+def test_graphs_are_captured_after_a_while_without_requests_and_not_right_behind_an_answer_or_a_load(running, monkeypatch):
+    captured = []
     monkeypatch.setattr(type(running.worker.engine), "has_more_to_capture", property(lambda self: len(captured) < 2))
     monkeypatch.setattr(running.worker.engine, "capture_more", lambda: captured.append(threading.get_ident()))
-    monkeypatch.setattr(running.worker, "_patience_s", lambda: quiet_s[0] if running.worker.scheduler.is_idle else 0)
+    monkeypatch.setattr(worker, "CAPTURING_S", WAIT_S)
     for name in ("one", "another"):  # the first may find a worker that waited before
         running.ask(name, tokens=2)
         running.end_of(name)
@@ -106,7 +106,12 @@ def test_graphs_are_captured_after_a_while_without_requests_and_not_right_behind
     for tokens in (1, 2):
         running.ask(f"behind {tokens}", tokens=tokens)
         assert running.end_of(f"behind {tokens}").kind == "done" and captured == []
-    quiet_s[0] = 0.01
+    running.call("load_adapter", name="behind", path=str(DEMO / "adapters" / "specialist"))
+    assert "behind" in running.hear("reply")["value"]["adapters"]
+    running.call("unload_adapter", name="behind")
+    running.hear("reply")
+    assert captured == []
+    monkeypatch.setattr(worker, "CAPTURING_S", 0.01)
     running.ask("last", tokens=2)
     running.end_of("last")
     waiting.until(lambda: len(captured) == 2)

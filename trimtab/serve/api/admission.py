@@ -479,8 +479,8 @@ def _digest(key: bytes) -> bytes:
 def _names_this_machine(host: bytes) -> bool:
     """Whether a Host header names a loopback address; browsers always send one, so none at all is no browser."""
     text = host.decode("latin-1").strip().lower()
-    name = text.partition("]")[0] + "]" if text.startswith("[") else text.partition(":")[0]
-    return not text or name.endswith(".localhost") or is_loopback(name)
+    name, bracket, rest = text.partition("]") if text.startswith("[") else (text.partition(":")[0], "", "")
+    return not text or name.endswith(".localhost") or (rest[:1] in ("", ":") and is_loopback(name + bracket))
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -24,6 +24,8 @@ from trimtab.serve.grammar.child import MOST_S, Vocabulary, answer
 from trimtab.serve.grammar.prover import SLOW_NICE, SLOW_S, Proof
 from trimtab.serve.grammar.source import GrammarSource, compiled
 
+# A tokenizer's JSON, if it neither pads nor truncates.
+PLAIN = '{"version":"1.0","truncation":null,"padding":null,'
 # A mark that opens a call has no more tokens than this.
 TAIL_TOKENS = 24
 # Processor time of one step of an answer, and of all its steps beyond that: all others' tokens wait for it. Ordinary grammars take
@@ -46,9 +48,7 @@ def _read(tokenizer: Any, ends: list[int]) -> Any:
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = "" if backend is None else backend.to_str()
-    if backend is None or backend.padding or backend.truncation:  # also if another thread has just set them
-        return hf.from_tokenizer(tokenizer, eos_token=ends)
-    return LLTokenizer(text, eos_token=ends)
+    return LLTokenizer(text, eos_token=ends) if text.startswith(PLAIN) else hf.from_tokenizer(tokenizer, eos_token=ends)
 
 
 class Grammar:

@@ -195,14 +195,15 @@ class _Worker:
                 self._obey(self.inbox.receive())
                 if self.is_draining and self.scheduler.is_idle:
                     break
-            is_quiet = self.scheduler.is_idle  # it has waited for a message
+            is_quiet = self.scheduler.is_idle and self._patience_s() >= CAPTURING_S  # it has waited so long
             self.adapters.take()
             if self.adapters.waiting:
                 with self.pulse.work("an adapter"):
                     self.adapters.waiting.step(self._is_needed, only_for_requests=self.is_draining)
             self.scheduler.turn()
             self._tell()
-            self._use_idle_time(is_quiet=is_quiet)
+            if is_quiet and not self.adapters.waiting:  # not right behind an answer or a load, which a request may follow
+                self._use_idle_time()
         self._refuse_rest()
 
     def _refuse_rest(self) -> None:
@@ -214,12 +215,8 @@ class _Worker:
                 self.events.append(error_event(message["job"]["id"], StoppingError()))
         self._tell()
 
-    def _use_idle_time(self, *, is_quiet: bool) -> None:
-        """Capture a graph, unless an answer has just ended, which a request may follow; or start the process for grammars, which
-        delays none."""
-        if not self.scheduler.is_idle or self.is_draining or self.adapters.waiting:
-            return
-        if is_quiet and self.engine.has_more_to_capture:
+    def _use_idle_time(self) -> None:
+        if self.engine.has_more_to_capture:
             self._capture_more()
         elif not self._has_compiled:
             self._has_compiled = True
